@@ -212,7 +212,8 @@ def _dataset(path: str) -> Any:
   name, _, split = path.removeprefix('hf:').partition(':')
   # ImportError: a SOCKS proxy without the package that httpx needs for it.
   failed = (OSError, ValueError, RuntimeError, ImportError)
-  with convert(failed, CorpusError, f'{path}: cannot be loaded: {{}}'):
+  fix = '' if remote else ' Join the parts of a file: cat FOLDER/* > FILE.'
+  with convert(failed, CorpusError, f'{path}: cannot be loaded: {{}}{fix}'):
     if remote:
       found = datasets.load_dataset(name, split=split or None)
     else:
