@@ -18,7 +18,7 @@ ifeq ($(shell uname -s),Linux)
 export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 endif
 
-.PHONY: help setup quickstart realistic sidecar test test-quick test-parity \
+.PHONY: help setup quickstart realistic sidecar test test-quick fuzz test-parity \
   test-cluster test-runbook test-notebooks test-sidecar test-aot \
   setup-notebooks notebooks aot docs lint sizes clean
 
@@ -29,6 +29,7 @@ help:
 	@echo 'make realistic              GRPO of a real language model on real text (hours)'
 	@echo 'make test                   the tests (no network, GPU or torch)'
 	@echo 'make test-quick             a part of them, in 90 s'
+	@echo 'make fuzz                   random cases for MINUTES=60, by SEED=0'
 	@echo 'make test-parity            installs torch, compares with it live'
 	@echo 'make test-cluster           several processes on this machine (8 min)'
 	@echo 'make test-runbook           docs/cluster.md at small size, step by step'
@@ -100,8 +101,8 @@ TEST_XLA_FLAGS := --xla_backend_optimization_level=0 \
 OPTIMIZED := tests/engines/test_jax_sampler.py tests/test_scoring.py \
   tests/retrieval/test_encoder.py
 # Tests run on the CPU, whatever the machine has.
-test test-quick test-parity test-cluster test-runbook test-notebooks notebooks \
-  test-sidecar test-aot: export JAX_PLATFORMS ?= cpu
+test test-quick fuzz test-parity test-cluster test-runbook test-notebooks \
+  notebooks test-sidecar test-aot: export JAX_PLATFORMS ?= cpu
 
 test: setup
 	XLA_FLAGS="$(TEST_XLA_FLAGS) $(XLA_FLAGS)" \
@@ -113,6 +114,13 @@ test-quick: setup
 	XLA_FLAGS="$(TEST_XLA_FLAGS) $(XLA_FLAGS)" $(PY) -m pytest $(WORKERS) \
 	  -m "not slow and not parity and not sidecar and not aot and not cluster \
 	  and not runbook and not notebook"
+
+# Random cases for MINUTES, by SEED; a case that fails prints what repeats it.
+MINUTES ?= 60
+SEED ?= 0
+fuzz: setup
+	XLA_FLAGS="$(TEST_XLA_FLAGS) $(XLA_FLAGS)" \
+	  $(PY) -m tests.fuzz --seed=$(SEED) --minutes=$(MINUTES)
 
 test-parity: .venv-parity/.ready
 	.venv-parity/bin/python -m pytest -m parity

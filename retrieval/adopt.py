@@ -112,10 +112,20 @@ def _open_faiss(path: pathlib.Path, count: int, dim: int, size: int) -> Stored:
     problem = f'a FAISS index of metric {metric}, not of inner product'
     raise AdoptError(f'{path}: {problem}. Adopt the saved embeddings instead.')
   exact = not isinstance(index, faiss.IndexIVFPQ)
+  problem = (
+    f'{path}: FAISS gives no vectors ({{}}). Adopt the saved embeddings.'
+  )
+
+  def rows(start: int, count: int) -> np.ndarray:
+    with faiss_build.converted(AdoptError, problem):
+      return index.reconstruct_n(start, count)
+
   if isinstance(index, faiss.IndexHNSWFlat):
     factory = f'HNSW{index.hnsw.nb_neighbors(1)}'
   elif isinstance(index, faiss.IndexIVFFlat | faiss.IndexIVFPQ):
-    index.make_direct_map()
+    _check_ids(index, path)
+    with faiss_build.converted(AdoptError, problem):
+      index.make_direct_map()
     code = 'Flat' if exact else f'PQ{index.pq.M}x{index.pq.nbits}'
     factory = f'IVF{index.nlist},{code}'
   elif isinstance(index, faiss.IndexFlat):
@@ -125,7 +135,24 @@ def _open_faiss(path: pathlib.Path, count: int, dim: int, size: int) -> Stored:
     raise AdoptError(f'{path}: a FAISS {kinds}. Adopt saved embeddings.')
   kind, shape = f'FAISS {factory}', (index.ntotal, index.d)
   about = {'exact': exact, 'factory': factory}
-  return Stored(path, kind, shape, index.reconstruct_n, **about)
+  return Stored(path, kind, shape, rows, **about)
+
+
+def _check_ids(index: faiss.IndexIVF, path: pathlib.Path) -> None:
+  """Raises AdoptError unless the ids of the vectors are 0 to P - 1."""
+  lists, found = index.invlists, [np.empty(0, np.int64)]
+  for n in range(index.nlist):
+    if size := lists.list_size(n):
+      pointer = lists.get_ids(n)
+      found.append(faiss.rev_swig_ptr(pointer, size).copy())
+      lists.release_ids(n, pointer)
+  ids = np.unique(np.concatenate(found))
+  if not np.array_equal(ids, np.arange(index.ntotal)):
+    named = f'from {ids[0]} to {ids[-1]}' if len(ids) else 'absent'
+    problem = f'{index.ntotal} vectors with {len(ids)} different ids, {named}'
+    fix = 'Add them again with index.add, or adopt the saved embeddings.'
+    wanted = f'An id is the position in the corpus, 0 to {index.ntotal - 1}.'
+    raise AdoptError(f'{path}: a FAISS index of {problem}. {wanted} {fix}')
 
 
 @dataclasses.dataclass

@@ -14,6 +14,7 @@ import math
 import os
 import time
 from typing import Any
+import urllib.parse
 
 import fastapi
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
@@ -25,7 +26,6 @@ from retrieval.batcher import Batcher
 from retrieval.core import LocalSearcher, Searcher
 from retrieval.protocol import Limits, Rejected, bad_request
 
-LOOPBACK = ('127.0.0.1', 'localhost', '::1')
 _log = logging.getLogger(__name__)
 _COMPILERS = 8  # threads; XLA uses about one thread for a program
 _OPEN = ('/health', '/ready')  # answered without the token, with less content
@@ -68,23 +68,26 @@ class Request:
     self._traffic, self.bytes = traffic, 0
 
   async def body(self, http: fastapi.Request) -> bytes:
-    """Reads the body.
+    """Reads the body and unpacks it.
 
     Raises:
-      Rejected: this body or all bodies together are too large, or the client
-        left before the end.
+      Rejected: this body, as sent or unpacked, or all bodies together are too
+        large, it cannot be unpacked, or the client left before the end.
     """
-    most, body = self._traffic.limits.max_body_bytes, bytearray()
+    most, sent = self._traffic.limits.max_body_bytes, bytearray()
     try:
       async for chunk in http.stream():
-        body += chunk
-        if len(body) > most:
-          problem = f'more than --max_body_bytes={most}; send fewer queries'
-          raise bad_request(['body'], problem, 413)
+        sent += chunk
+        if len(sent) > most:
+          raise protocol.too_large(most)
         self.hold(len(chunk))
     except ClientDisconnect:  # the answer is not read; avoids a log entry
       raise bad_request(['body'], 'cut short', 400) from None
-    return bytes(body)
+    if encoding := http.headers.get('content-encoding'):
+      body = protocol.unpacked(bytes(sent), encoding, most)
+      self.hold(len(body))
+      return body
+    return bytes(sent)
 
   def hold(self, count: int) -> None:
     """Counts bytes as in flight until the request has ended.
@@ -116,6 +119,7 @@ class _Guard:
   async def __call__(self, scope, receive, send) -> None:
     if scope['type'] != 'http':
       return await self._app(scope, receive, send)
+    scope = _origin_form(scope)
 
     async def counted(message) -> None:
       if message['type'] == 'http.response.start':
@@ -172,9 +176,9 @@ class _Guard:
 
   def _foreign(self, scope) -> str:
     """Why the request may come from a page of another site, or ''."""
-    headers = {k: v.decode('latin-1') for k, v in scope['headers']}
+    headers = {k: v.decode('latin-1').lower() for k, v in scope['headers']}
     host, names = headers.get(b'host', ''), self._hosts
-    known = [f'{host}:'.startswith(f'{name}:') for name in names or ()]
+    known = [f'{host}:'.startswith(f'{n.lower()}:') for n in names or ()]
     if names is not None and not any(known):  # any name may resolve to here
       fix = 'start the server with --allow_host=NAME, or with --token_file'
       return f'the header Host is {host[:80]!r}, not {", ".join(names)}: {fix}'
@@ -182,6 +186,21 @@ class _Guard:
       problem = 'the header Origin names another site than Host'
       return f'{problem}: start the server with --token_file'
     return ''
+
+
+def _origin_form(scope):
+  """The scope of a request whose target is a URL, as clients ask proxies.
+
+  The host of the URL then counts, not the header (RFC 9112, 3.2.2).
+  """
+  if scope['path'].lower().startswith(('http://', 'https://')):
+    with contextlib.suppress(ValueError):
+      url = urllib.parse.urlsplit(scope['path'])
+      host = url.netloc.rpartition('@')[2].encode('latin-1', 'replace')
+      headers = [(k, v) for k, v in scope['headers'] if k != b'host']
+      headers.append((b'host', host))
+      return scope | {'path': url.path or '/', 'headers': headers}
+  return scope
 
 
 def create_app(

@@ -16,6 +16,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import functools
+import hashlib
 import json
 import logging
 import math
@@ -25,14 +26,14 @@ import re
 import ssl
 import time
 from typing import Any
-import urllib.parse
 import weakref
 
 import httpx
 
+from retrieval import proxies
 from retrieval.core import IDENTITY_HEADER
 from retrieval.corpus import split_contents, titled
-from retrieval.files import convert
+from retrieval.files import convert, shown
 from retrieval.replicas import Failure, Replica, Replicas, RetrievalError
 from retrieval.retry import retry_after
 
@@ -44,20 +45,30 @@ if logging.getLogger('httpx').level == logging.NOTSET:
 _RETRIED = {429: 'overloaded', 503: 'overloaded'}
 _RETRIED |= {502: 'unreachable', 504: 'timeout'}
 _SURROGATE = re.compile('[\ud800-\udfff]')
-_LOOPBACK = ('127.0.0.1', 'localhost', '::1')
+# Statuses of a request that is not at fault -> what to do.
+_FIX = dict.fromkeys(
+  (404, 405),
+  'Correct the URL: http://host:port of a retrieval server, and the prefix '
+  'before /retrieve if it has one.',
+)
+_FIX[403] = (
+  'Use a name that the server accepts, such as 127.0.0.1 on its machine, or '
+  'start it with --allow_host=NAME.'
+)
+_TEXTS = ('contents', 'content', 'text')  # fields of a document
 # Reading the certificates takes 20 ms, which each event loop would spend again.
 _tls = functools.cache(httpx.create_ssl_context)
 
 
 @dataclasses.dataclass(frozen=True)
 class Hit:
-  """A passage: its `contents`, and their `title` and `text`."""
+  """A passage: `contents`, which is its `title` and `text`."""
 
   id: str
   contents: str
   title: str
   text: str
-  score: float
+  score: float | None  # finite; None if the server gives none
 
 
 @dataclasses.dataclass(frozen=True)
@@ -222,9 +233,9 @@ class RetrievalClient:
       # without this, each loop would leave its sockets open.
       for ended in [other for other in self._pools if other.is_closed()]:
         del self._pools[ended]
-      hosts = {url: urllib.parse.urlsplit(url).hostname for url in self.urls}
-      near = [url for url, host in hosts.items() if host in _LOOPBACK]
-      self._pools[loop] = httpx.AsyncClient(
+      near = [url for url in self.urls if proxies.is_near(url)]
+      self._pools[loop] = proxies.open_client(
+        httpx.AsyncClient,
         limits=self._limits,
         verify=self._verify,
         # A proxy of the environment cannot reach this machine.
@@ -310,21 +321,25 @@ class RetrievalClient:
     try:
       async with asyncio.timeout(limit):
         response = await self._pool().request(call.method, url, **options)
+    except proxies.ProxyError as error:
+      raise RetrievalError('unreachable', url, str(error)) from None
     except TimeoutError as error:
-      raise Failure('timeout', f'no answer within {limit:.3g} s') from error
+      said = f'no answer within {limit:.3g} s{proxies.via(url)}'
+      raise Failure('timeout', said) from error
     except httpx.DecodingError as error:
       problem = f'an undecodable answer ({error})'
       raise RetrievalError('bad_response', url, problem) from error
     except httpx.TransportError as error:
       # Refused, reset, or closed during the answer. A search changes nothing,
       # so it can be repeated.
-      said = f'{type(error).__name__} {error}'.rstrip()
+      said = f'{type(error).__name__} {error}'.rstrip() + proxies.via(url)
       raise Failure('unreachable', said) from error
     status, headers = response.status_code, response.headers
     if (found := headers.get(IDENTITY_HEADER)) is not None:
       self._replicas.compare(replica, found)
       replica.require_same(call.path)
-    problem = f'HTTP {status} {_excerpt(response)}'
+    proxy = proxies.via(url) if status != 200 else ''
+    problem = f'HTTP {status} {_excerpt(response)}{proxy}'
     queries = _failed_queries(response) if status in (502, 503) else ()
     if queries and status == 502:
       raise RetrievalError('search_failed', url, problem, queries=queries)
@@ -334,12 +349,13 @@ class RetrievalClient:
     if status != 200:
       kind = 'rejected' if 400 <= status < 500 else 'bad_response'
       kind = 'unauthorised' if status in (401, 403) else kind
-      raise RetrievalError(kind, url, problem)
+      raise RetrievalError(kind, url, problem, fix=_FIX.get(status, ''))
     try:
       return call.read(json.loads(response.content.decode('utf-8')))
     except (ValueError, RecursionError) as error:
       problem = f'{error} ({_excerpt(response)})'
-      raise RetrievalError('bad_response', url, problem) from error
+      fix = "Its answers must be of Search-R1's protocol: retrieval/README.md."
+      raise RetrievalError('bad_response', url, problem, fix=fix) from error
 
 
 def _object(data: Any) -> Mapping[str, Any]:
@@ -353,7 +369,9 @@ _HEALTH = _Call('GET', '/health', _object)
 
 def _hits(count: int, k: int, data: Any) -> list[list[Hit]]:
   """Checks an answer; incomplete passages are refused."""
-  result = _field(data, 'result', list, 'the answer')
+  result = data.get('result') if isinstance(data, dict) else None
+  if not isinstance(result, list):
+    raise ValueError("the answer has no list 'result'")
   if len(result) != count:
     raise ValueError(f'{len(result)} results for {count} queries')
   for i, row in enumerate(result):
@@ -366,22 +384,51 @@ def _hits(count: int, k: int, data: Any) -> list[list[Hit]]:
 
 
 def _hit(item: Any, where: str) -> Hit:
-  document = _field(item, 'document', dict, where)
-  contents = _field(document, 'contents', str, where)
-  if document.get('title') is not None:  # other servers of the protocol
-    contents = titled(_field(document, 'title', str, where), contents)
-  score = float(_field(item, 'score', (int, float), where))
-  if not math.isfinite(score):
+  """Checks a passage.
+
+  Servers of others leave out the document around it, its score or its id, which
+  is then a hash, name its text otherwise, or have its title beside it.
+  """
+  fields = item if isinstance(item, dict) else {'document': item}
+  document = fields.get('document', item)
+  if isinstance(document, str):
+    document = {'contents': document}
+  contents, name = _contents(document, where), document.get('id')
+  if name is None or name == '':
+    digest = hashlib.sha256(contents.encode('utf-8', 'surrogatepass'))
+    name = f'sha256:{digest.hexdigest()[:16]}'
+  if type(name) is int:
+    name = str(name)
+  if not isinstance(name, str):
+    raise ValueError(f"{where}: 'id' is neither a string nor an integer")
+  parts, score = split_contents(contents), _score(fields.get('score'), where)
+  return Hit(name, contents, *parts, score)
+
+
+def _contents(document: Any, where: str) -> str:
+  """`"Title"\\ntext` of a document."""
+  fields = document if isinstance(document, dict) else {}
+  texts = [fields[n] for n in _TEXTS if isinstance(fields.get(n), str)]
+  if not texts:
+    listed = shown(', '.join(map(repr, fields)) or 'no field')
+    wanted = ', '.join(map(repr, _TEXTS))
+    raise ValueError(f'{where} has no text in {wanted}; it has {listed}')
+  title = fields.get('title')
+  if title is None:
+    return texts[0]
+  if not isinstance(title, str):
+    raise ValueError(f"{where}: 'title' is no string")
+  return titled(title, texts[0])
+
+
+def _score(value: Any, where: str) -> float | None:
+  try:
+    score = None if isinstance(value, bool) else float(value)
+  except (TypeError, ValueError, OverflowError):  # absent, null, or text
+    return None
+  if score is not None and not math.isfinite(score):
     raise ValueError(f'{where}.score is not finite')
-  parts = split_contents(contents)
-  return Hit(_field(document, 'id', str, where), contents, *parts, score)
-
-
-def _field(data: Any, name: str, kind: Any, where: str) -> Any:
-  value = data.get(name) if isinstance(data, dict) else None
-  if not isinstance(value, kind) or isinstance(value, bool):
-    raise ValueError(f'{where} has no valid {name!r}')
-  return value
+  return score
 
 
 def _failed_queries(response: httpx.Response) -> tuple[int, ...]:

@@ -2,13 +2,13 @@
 
 A passage has a string `id` and string `contents`, `"Title"\\ntext`. It is a
 line `{"id": "7", "contents": "\\"Title\\"\\ntext"}` of a JSONL file (plain,
-gzipped or in a tar), or a row of a Parquet file, of an Arrow IPC file (`store`)
-or of a Hugging Face dataset. Formats are recognised by the first bytes of a
-file, not by its name: Search-R1's wiki-18.jsonl.gz is reportedly a tar. A field
-`title` is put before contents that do not begin with it (`titled`); other
-fields are ignored. An invalid passage stops the reading, with its file and its
-line or row (from 1) in the error: an index built around it would silently
-return the wrong passages.
+compressed or in a tar), or a row of a Parquet file, of an Arrow IPC file
+(`store`) or of a Hugging Face dataset. Formats, compression and UTF-16 are
+recognised by the first bytes of a file, not by its name: Search-R1's
+wiki-18.jsonl.gz is reportedly a tar. A field `title` is put before contents
+that do not begin with it (`titled`); other fields are ignored. An invalid
+passage stops the reading, with its file and its line or row (from 1) in the
+error: an index built around it would silently return the wrong passages.
 """
 
 import array
@@ -16,7 +16,6 @@ from collections.abc import Iterable, Iterator, Sequence
 import contextlib
 import dataclasses
 import functools
-import gzip
 import hashlib
 import io
 import json
@@ -25,13 +24,13 @@ import shlex
 import tarfile
 from typing import Any
 import unicodedata
-import zlib
 
 import numpy as np
 
+from retrieval import files
 from retrieval.files import PathLike, convert, progress, shown
 
-_GZIP, _PARQUET, _ARROW = b'\x1f\x8b', b'PAR1', b'ARROW1'
+_PARQUET, _ARROW = b'PAR1', b'ARROW1'
 _COLUMNS = ['id', 'contents']
 _TITLE = 'title'  # a field that a passage may have
 _ROWS = 1024  # read at once
@@ -138,10 +137,10 @@ def iter_documents(path: PathLike) -> Iterator[Document]:
   """Reads and checks a corpus as a stream; needs 8 bytes per passage.
 
   Args:
-    path: a file of JSONL (plain, gzipped, or the only file of a tar that is
-      either), Parquet or Arrow IPC; a folder written by
-      `datasets.Dataset.save_to_disk`; or `hf:NAME[:SPLIT]`, a dataset of the
-      Hugging Face hub or of its cache (also offline).
+    path: a file of JSONL (plain, compressed by gzip, bzip2, xz or Zstandard, or
+      the only file of a tar that is either), Parquet or Arrow IPC; a folder
+      written by `datasets.Dataset.save_to_disk`; or `hf:NAME[:SPLIT]`, a
+      dataset of the Hugging Face hub or of its cache (also offline).
 
   Yields:
     The passages in order, at least one.
@@ -230,8 +229,10 @@ def _dataset(path: str) -> Any:
 
   remote = path.startswith('hf:')
   name, _, split = path.removeprefix('hf:').partition(':')
-  failed = (OSError, ValueError, RuntimeError)
-  with convert(failed, CorpusError, f'{path}: cannot be loaded: {{}}'):
+  # ImportError: a SOCKS proxy without the package that httpx needs for it.
+  failed = (OSError, ValueError, RuntimeError, ImportError)
+  fix = '' if remote else ' Join the parts of a file: cat FOLDER/* > FILE.'
+  with convert(failed, CorpusError, f'{path}: cannot be loaded: {{}}{fix}'):
     if remote:
       found = datasets.load_dataset(name, split=split or None)
     else:
@@ -255,9 +256,7 @@ def _lines(path: str) -> Iterator[tuple[int, bytes]]:
   number = 0
   with _open(path) as raw:
     size = os.fstat(raw.fileno()).st_size
-    zipped = raw.read(2) == _GZIP
-    raw.seek(0)
-    stream = io.BufferedReader(gzip.open(raw) if zipped else raw, 1 << 20)
+    packed, stream = files.unpacked(raw)
     with progress(size, 'corpus') as bar:
       try:
         for line in _unpacked(path, stream):
@@ -268,19 +267,19 @@ def _lines(path: str) -> Iterator[tuple[int, bytes]]:
             line = line.removeprefix(b'\xef\xbb\xbf')
           if not line.isspace():
             yield number, line
-      except (EOFError, zlib.error, gzip.BadGzipFile, tarfile.TarError) as e:
-        kind = 'tar' if isinstance(e, tarfile.TarError) else 'gzip'
-        problem = f'the {kind} file is cut short or damaged ({e})'
+      except (*files.DAMAGED, tarfile.TarError, UnicodeError) as e:
+        kind = 'tar ' if isinstance(e, tarfile.TarError) else f'{packed} '
+        kind = 'text of the ' if isinstance(e, UnicodeError) else kind
+        problem = f'the {kind.lstrip()}file is cut short or damaged ({e})'
         raise CorpusError(f'{path}:{number + 1}: {problem}.') from None
 
 
 def _unpacked(path: str, stream: io.BufferedReader) -> Iterator[bytes]:
   """The lines of a stream, or of its only file if it is a tar."""
-  head = stream.read(tarfile.BLOCKSIZE)
-  stream.seek(0)
+  head = stream.peek(tarfile.BLOCKSIZE)[: tarfile.BLOCKSIZE]
   # JSON has no NUL, so a passage that mentions "ustar" is not a tar.
   if head[257:262] != b'ustar' or b'\0' not in head:
-    yield from stream
+    yield from files.utf8_lines(stream)
     return
   names = []
   with tarfile.open(fileobj=stream, mode='r|') as tar:
@@ -290,25 +289,26 @@ def _unpacked(path: str, stream: io.BufferedReader) -> Iterator[bytes]:
         names.append(member.name)
         if len(names) > 1:
           break
-        yield from tar.extractfile(member)
+        yield from files.utf8_lines(tar.extractfile(member))
   if len(names) != 1:
     found = f'{"several files" if names else "no file"} ({_listed(names)})'
     fix = 'Unpack it and give the path of the corpus file.'
     raise CorpusError(f'{path}: a tar with {found}, not one JSONL file. {fix}')
-  while stream.read(1 << 20):  # a gzip file ends with its checksum
+  while stream.read(1 << 20):  # a compressed file ends with its checksum
     pass
 
 
 def _parse(line: bytes, where: str) -> Document:
-  with convert(
-    (ValueError, RecursionError),
-    CorpusError,
-    f'{where}: not JSON: {{}}. Write one JSON object per line.',
-  ):
+  try:
     record = json.loads(line.decode('utf-8'))
+  except (ValueError, RecursionError) as error:
+    fix = _other_format(line) or 'Write one JSON object per line.'
+    if isinstance(error, UnicodeDecodeError):
+      fix = 'Convert the file to UTF-8 (iconv), or unpack it if it is packed.'
+    raise CorpusError(f'{where}: not JSON: {error}. {fix}') from None
   if not isinstance(record, dict):
     kind = type(record).__name__
-    fix = 'Write {"id": ..., "contents": ...}.'
+    fix = _other_format(line) or 'Write {"id": ..., "contents": ...}.'
     raise CorpusError(f'{where}: a JSON {kind}, not an object. {fix}')
   doc = _document(record, where)
   if b'\\u' in line:  # only an escape can produce an unpaired surrogate
@@ -316,6 +316,24 @@ def _parse(line: bytes, where: str) -> Document:
     with convert(UnicodeEncodeError, CorpusError, wrong):
       (doc.id + doc.contents).encode()
   return doc
+
+
+def _other_format(line: bytes) -> str:
+  """How to convert what this line looks like a part of; '' for JSONL."""
+  head = line.strip()
+  if head.startswith(b'['):
+    return 'Of a JSON array, write the objects: jq -c ".[]" FILE > OUT.'
+  if head.startswith(b'{') and head.endswith((b'{', b'[', b',')):
+    return 'If an object takes several lines: jq -c . FILE > OUT.'
+  if head.startswith(b'version https://git-lfs'):
+    return 'This is a Git LFS pointer. Get the file: git lfs pull.'
+  separator = next((s for s in '\t,' if s.encode() in head), '')
+  if separator and not head.startswith(b'{'):
+    return (
+      f'If this is a table: pandas.read_csv(FILE, sep={separator!r}, '
+      'dtype=str).to_json(OUT, orient="records", lines=True).'
+    )
+  return ''
 
 
 def _document(record: dict, where: str) -> Document:

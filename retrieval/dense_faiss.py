@@ -83,8 +83,8 @@ def build(
     files.FilesError: the file cannot be written. Finished work is kept.
   """
   path, dim = pathlib.Path(path), vectors.shape[1]
-  problem = f'factory={factory!r}: FAISS does not build it ({{}})'
-  with converted(FaissError, problem):
+  unknown = f'factory={factory!r}: FAISS does not build it ({{}})'
+  with converted(FaissError, unknown):
     index = faiss.index_factory(dim, factory, faiss.METRIC_INNER_PRODUCT)
   about = {'vectors': identity, 'shape': [*vectors.shape], 'factory': factory}
   about |= {'train': train, 'seed': seed, 'block': block}
@@ -95,7 +95,10 @@ def build(
   faiss.omp_set_num_threads(threads or before)
   problem = f'{path}: cannot be written ({{}}). Free space on its disk.'
   try:
-    with files.convert(OSError, files.FilesError, problem):
+    with (
+      files.convert(OSError, files.FilesError, problem),
+      converted(FaissError, unknown),
+    ):
       faiss_build.open_work(work, about)
       get = functools.partial(blocks, vectors)
       plan = Plan(len(vectors), get, work, path, block, f'faiss {factory}')
@@ -197,6 +200,7 @@ class DenseFaiss(DenseIndex):
     super().__init__(encoder, index.d, f'{path}: holds vectors of', **about)
     self._limit = min(index.ntotal, _GPU_K) if gpu else index.ntotal
     self._index = _to_gpus(index, path) if gpu else index
+    self._path = path
 
   def __len__(self) -> int:
     return self._index.ntotal
@@ -214,7 +218,9 @@ class DenseFaiss(DenseIndex):
       return ranked(self._ask, q, k, floor=self.ef_search or 0, most=most)
 
   def _ask(self, q: np.ndarray, n: int) -> Ranked:
-    return self._index.search(q, n)[::-1]
+    problem = f'{self._path}: FAISS cannot search it ({{}})'
+    with converted(FaissError, f'{problem}; build it again'):
+      return self._index.search(q, n)[::-1]
 
 
 def sample_sha256(path: files.PathLike) -> str:

@@ -35,7 +35,7 @@ import huggingface_hub
 from huggingface_hub import constants
 from huggingface_hub.utils import build_hf_headers
 
-from retrieval import files
+from retrieval import files, proxies
 from retrieval.retry import retry_after
 
 # (repository, files, name of the joined file), from Search-R1's
@@ -141,7 +141,9 @@ def _fetch_bytes(remote: Remote, part: pathlib.Path, headers: dict) -> None:
   with (
     open(part, 'ab') as file,
     files.progress(remote.size, remote.name) as bar,
-    httpx.Client(follow_redirects=True, timeout=_TIMEOUT) as client,
+    proxies.open_client(
+      httpx.Client, follow_redirects=True, timeout=_TIMEOUT
+    ) as client,
   ):
     files.lock(file, DownloadError, locked)
     if file.tell() > remote.size:  # of another file

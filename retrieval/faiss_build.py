@@ -61,6 +61,8 @@ def converted(kind: type[Exception], message: str) -> Iterator[None]:
   try:
     yield
   except RuntimeError as error:
+    if type(error) is not RuntimeError:  # not FAISS's
+      raise
     # Without the location in the source.
     text = str(error).strip().rpartition('\n')[2]
     text = ascii(text.partition('Error: ')[2] or text)[1:-1]

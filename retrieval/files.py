@@ -4,20 +4,27 @@ Files are written as NAME.part, flushed to the disk and then renamed, so a
 file under its final name is complete even if the process was killed.
 """
 
+import bz2
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 import contextlib
 import fcntl
+import gzip
 import hashlib
+import io
 import json
+import lzma
 import os
 import pathlib
 import shutil
 import sys
 from typing import Any, BinaryIO, TextIO
+import zlib
 
 import tqdm
 
 PathLike = str | os.PathLike
+# What reading an `unpacked` stream raises where it is damaged or cut short.
+DAMAGED = (EOFError, OSError, zlib.error, lzma.LZMAError)
 BLOCK = 1 << 24  # bytes read or written at once
 _PIECE = 1 << 16  # bytes of each sampled piece
 
@@ -158,6 +165,46 @@ def replacing(final: pathlib.Path) -> Iterator[BinaryIO]:
       commit(file, part, final)
   finally:
     part.unlink(missing_ok=True)
+
+
+def _zstandard(raw: BinaryIO) -> Any:
+  import pyarrow as pa  # slow to import
+
+  return pa.CompressedInputStream(pa.PythonFile(raw, mode='r'), 'zstd')
+
+
+_PACKED = {  # first bytes -> name, and what unpacks it
+  b'\x1f\x8b': ('gzip', gzip.open),
+  b'BZh': ('bzip2', bz2.open),
+  b'\xfd7zXZ\0': ('xz', lzma.open),
+  b'\x28\xb5\x2f\xfd': ('Zstandard', _zstandard),
+}
+
+
+def unpacked(raw: BinaryIO) -> tuple[str, io.BufferedReader]:
+  """The name of a file's compression, told by its bytes, and what is in it.
+
+  Args:
+    raw: an open file, at its beginning.
+
+  Returns:
+    '' and the file itself if it is not compressed.
+  """
+  head = raw.read(max(map(len, _PACKED)))
+  raw.seek(0)
+  found = (how for magic, how in _PACKED.items() if head.startswith(magic))
+  name, unpack = next(found, ('', None))
+  return name, io.BufferedReader(unpack(raw) if unpack else raw, 1 << 20)
+
+
+def utf8_lines(stream: io.BufferedReader) -> Iterator[bytes]:
+  """The lines of a stream; those of UTF-16 and UTF-32 in UTF-8."""
+  encoding = json.detect_encoding(stream.peek(4)[:4])
+  if encoding.startswith('utf-8'):
+    yield from stream
+  else:
+    for line in io.TextIOWrapper(stream, encoding, newline='\n'):
+      yield line.encode()
 
 
 def write_json(path: pathlib.Path, value: Any) -> None:

@@ -9,6 +9,7 @@ import itertools
 import json
 import re
 from typing import Any
+import zlib
 
 import orjson
 
@@ -16,6 +17,8 @@ from retrieval.core import Answer, Found, SearchFailed
 
 VERSION = '1'
 _TERM = re.compile(r'\w+')
+# Content-Encoding -> forms that zlib tries. Some clients send deflate raw.
+_FORMS = {'gzip': (31,), 'x-gzip': (31,), 'deflate': (15, -15)}
 
 
 def _limit(default: float, text: str) -> Any:
@@ -75,6 +78,37 @@ class RetrieveRequest:
 _FIELDS = tuple(f.name for f in dataclasses.fields(RetrieveRequest))
 
 
+def unpacked(body: bytes, encoding: str, most: int) -> bytes:
+  """A body without its Content-Encoding.
+
+  Raises:
+    Rejected: 413 unpacked it has more than `most` bytes, of which no more are
+      in memory; 415 another encoding than gzip or deflate; 422 it is damaged.
+  """
+  encoding = encoding.strip().lower()
+  if encoding in ('', 'identity'):
+    return body
+  if encoding not in _FORMS:
+    where, fix = ['header', 'content-encoding'], 'send gzip, deflate or none'
+    raise bad_request(where, f'{encoding[:40]!r} is not known; {fix}', 415)
+  for form in _FORMS[encoding]:
+    unpacker = zlib.decompressobj(form)
+    try:
+      out = unpacker.decompress(body, most + 1)
+    except zlib.error:
+      continue
+    if len(out) > most:
+      raise too_large(most)
+    if unpacker.eof and not unpacker.unused_data:
+      return out
+  raise _bad([], f'not one whole {encoding} stream (Content-Encoding)')
+
+
+def too_large(most: int) -> Rejected:
+  problem = f'more than --max_body_bytes={most}; send fewer queries'
+  return bad_request(['body'], problem, 413)
+
+
 def parse_request(body: bytes, limits: Limits) -> RetrieveRequest:
   """Checks the body of POST /retrieve, and cuts queries that are too long.
 
@@ -90,7 +124,9 @@ def parse_request(body: bytes, limits: Limits) -> RetrieveRequest:
   try:
     data = json.loads(body.decode('utf-8'))
   except (ValueError, RecursionError) as error:
-    raise _bad([], f'not JSON: {error}') from None
+    gzipped = body.startswith(b'\x1f\x8b')
+    why = 'gzip without the header Content-Encoding: gzip' if gzipped else error
+    raise _bad([], f'not JSON: {why}') from None
   if not isinstance(data, dict):
     raise _bad([], 'must be a JSON object {"queries": [...]}')
   for name in data:
@@ -189,6 +225,7 @@ def openapi(limits: Limits, token: bool) -> dict[str, object]:
   said = {
     '400': 'The body was cut short.',
     '413': 'The body is too large.',
+    '415': 'The Content-Encoding is not known.',
     '422': 'The request is wrong; names the field.',
     '429': 'Too many requests in flight; Retry-After says when to come back.',
     '502': 'A query cannot be answered; names it.',

@@ -15,12 +15,13 @@ from collections.abc import Coroutine, Sequence
 import dataclasses
 import logging
 import math
+import re
 from typing import Any
 import urllib.parse
 
 import httpx
 
-from retrieval import files
+from retrieval import files, proxies
 from retrieval.core import identity_hash
 
 _log = logging.getLogger(__name__)
@@ -39,6 +40,7 @@ _FIX = {  # kind of an error -> what to do
   'different': 'Serve the previous corpus and index, and start again.',
 }
 KINDS = (*_FIX,)
+_PATH = re.compile('(?<![:/])(/retrieve)?/*$')
 
 
 class RetrievalError(RuntimeError):
@@ -53,9 +55,11 @@ class RetrievalError(RuntimeError):
       named them: the others may be asked without them.
   """
 
-  def __init__(self, kind: str, url: str, problem: str, attempts=1, queries=()):
+  def __init__(
+    self, kind: str, url: str, problem: str, attempts=1, queries=(), fix=''
+  ):
     tried = f' after {attempts} attempts' if attempts > 1 else ''
-    super().__init__(f'{url}: {problem}{tried} [{kind}]. {_FIX[kind]}')
+    super().__init__(f'{url}: {problem}{tried} [{kind}]. {fix or _FIX[kind]}')
     self.kind, self.url, self.problem = kind, url, problem
     self.attempts, self.queries = attempts, tuple(queries)
     # Whether another replica may answer.
@@ -238,7 +242,8 @@ class Replicas:
 
 
 def _checked_url(url: str) -> str:
-  url = url.strip().rstrip('/')
+  # Search-R1's own setting is the address with the path of the request.
+  url = _PATH.sub('', proxies.askable(url.strip()))
   problem = f'url {url!r} is not of the form http://host:port'
   with files.convert((ValueError, httpx.InvalidURL), ValueError, problem):
     parts, _ = urllib.parse.urlsplit(url), httpx.URL(url)

@@ -74,7 +74,8 @@ def show(console, query: str, hits: Sequence[Hit], analyzer: Analyzer) -> None:
     head = rich.text.Text(f'{rank:3}. ')
     title = hit.title or '(no title)'
     head.append_text(_marked(title, terms, analyzer, stars))
-    head.append(f'  {hit.score:.3f}  id {_clean(hit.id)}', 'dim')
+    score = '' if hit.score is None else f'  {hit.score:.3f}'
+    head.append(f'{score}  id {_clean(hit.id)}', 'dim')
     console.print(head)
     body = _marked(hit.text, terms, analyzer, stars)
     console.print(rich.padding.Padding(body, (0, 0, 0, 5)))

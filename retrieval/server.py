@@ -35,8 +35,9 @@ import uvicorn
 from uvicorn.protocols.http import h11_impl
 
 from retrieval import bm25, files
-from retrieval.app import LOOPBACK, create_app
+from retrieval.app import create_app
 from retrieval.protocol import Limits
+from retrieval.proxies import LOOPBACK
 from retrieval.served import open_searcher, say
 
 TOKEN = 'RETRIEVAL_TOKEN'  # environment variable

@@ -176,7 +176,12 @@ def _from_hub(name: str, out: pathlib.Path) -> str:
         'LICENSE*',
       ),
     )
-  except (OSError, ValueError, huggingface_hub.errors.HfHubHTTPError) as e:
+  except (  # ImportError: a SOCKS proxy without the package that it needs
+    OSError,
+    ValueError,
+    ImportError,
+    huggingface_hub.errors.HfHubHTTPError,
+  ) as e:
     line = str(e).strip().partition('\n')[0]
     raise lookup.ConfigError(
       f'{name!r} is none of {known}, no .gguf file, and could not be fetched '

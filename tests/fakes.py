@@ -33,9 +33,6 @@ class ByteTokenizer:
 
   encode_template = encode
 
-  def normalised(self, text):
-    return text
-
   def token_bytes(self, i):
     return bytes([i]) if i < EOS else b''
 

@@ -1,4 +1,5 @@
 import asyncio
+import sys
 import threading
 
 from ml_collections import ConfigDict
@@ -85,6 +86,36 @@ def test_no_reply_is_an_error_of_its_kind():
       assert kind(config(chats.url)) == 'unusable'
     closed = chats.url
   assert kind(config(closed)) == 'unreachable'
+
+
+@pytest.mark.parametrize(
+  'given, asked',
+  [
+    ('http://h:1', 'http://h:1/v1'),
+    ('http://h:1//v1/', 'http://h:1/v1'),
+    ('http://h:1/p/v1/chat/completions', 'http://h:1/p/v1'),
+    ('http://0.0.0.0:1/v1', 'http://127.0.0.1:1/v1'),
+    ('http://[::]', 'http://[::1]/v1'),
+    ('http://h/xv1', 'http://h/xv1/v1'),
+    ('http://v1', 'http://v1/v1'),
+  ],
+)
+def test_addresses_that_mean_the_server(given, asked):
+  assert Chat(config(given)).url == asked
+
+
+def test_a_proxy_is_named(monkeypatch):
+  for name in ('http_proxy', 'HTTP_PROXY', 'no_proxy', 'NO_PROXY'):
+    monkeypatch.delenv(name, raising=False)
+  monkeypatch.setenv('http_proxy', 'http://127.0.0.1:1')
+  with pytest.raises(ChatError, match='unreachable.*proxy http_proxy=http://1'):
+    asyncio.run(Chat(config('http://10.0.0.1:1')).check())
+  monkeypatch.setitem(sys.modules, 'socksio', None)  # not installed
+  monkeypatch.setenv('ALL_PROXY', 'socks5://127.0.0.1:1')
+  with pytest.raises(ChatError, match=r'ALL_PROXY=socks5.*httpx\[socks\]'):
+    asyncio.run(Chat(config('http://10.0.0.1:1')).check())
+  with chat_server.serve(lambda body: 'well') as chats:
+    assert asyncio.run(reply(Chat(config(chats.url)))) == 'well'
 
 
 def test_a_slow_server_is_a_timeout():

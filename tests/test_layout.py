@@ -138,6 +138,7 @@ ORDER = (
 )
 RETRIEVAL_ORDER = (
   'files',
+  'proxies',
   'corpus',
   'store',
   'core',

@@ -19,23 +19,23 @@ PIECES = (
 )  # fmt: skip
 
 
-def reference(pieces, block='other'):
+def reference(pieces, block='other', tags=TAGS):
   """Labels every byte of the whole text, then reads kinds off first bytes."""
   data = b''.join(pieces)
-  label, after, at, found, inner = [], [], 0, [], b''
+  label, after, at, found, inner, begin = [], [], 0, [], b'', block
   while at < len(data):
     if block == 'other':
-      tag = next((t for t in TAGS.open if data.startswith(t, at)), None)
+      tag = next((t for t in tags.open if data.startswith(t, at)), None)
       if tag:
         if inner.strip():
           found.append(('other', inner, True))
-        block, inner = TAGS.open[tag], b''
+        block, inner = tags.open[tag], b''
         label += [block] * len(tag)
         after += [block] * len(tag)
         at += len(tag)
         continue
-    elif data.startswith(TAGS.wanted[block][0], at):
-      n = len(TAGS.wanted[block][0])
+    elif data.startswith(tags.wanted[block][0], at):
+      n = len(tags.wanted[block][0])
       label += [block] * n
       after += [block] * (n - 1) + ['other']
       found.append((block, inner, True))
@@ -49,12 +49,12 @@ def reference(pieces, block='other'):
     found.append((block, inner, False))
   elif inner.strip():
     found.append(('other', inner, True))
-  kinds, at, first = [], 0, 'other'
+  kinds, at = [], 0
   for piece in pieces:
     if piece:
       kinds.append(label[at])
     else:
-      kinds.append(after[at - 1] if at else first)
+      kinds.append(after[at - 1] if at else begin)
     at += len(piece)
   return kinds, found
 

@@ -54,6 +54,7 @@ REFUSED = (
   ('source.simulator.base', 1.0, 'at least 1.001'),
   ('judge.attempts', 0, 'at least 1'),
   ('judge.concurrency', 0, 'at least 1'),
+  ('judge.max_tokens', 0, 'at least 1'),
   ('judge.timeout', 0.0, 'above 0'),
   ('judge.max_failed', 1.5, '0 to 1'),
   ('engine.max_len', 0, 'at least 1'),

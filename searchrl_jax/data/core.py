@@ -126,7 +126,8 @@ def _from_hub(path: str) -> str:
   repo, file = '/'.join(parts[1:3]), '/'.join(parts[3:])
   try:
     return huggingface_hub.hf_hub_download(repo, file, repo_type='dataset')
-  except OSError as e:  # HfHubHTTPError is one
+  # HfHubHTTPError is one. ImportError: a SOCKS proxy without its package.
+  except (OSError, ImportError) as e:
     fix = 'check the name and HF_ENDPOINT (a mirror), or give a local path'
     raise DataError(f'{path}: not on the hub, nor kept ({e}); {fix}') from e
 

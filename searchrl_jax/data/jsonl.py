@@ -1,4 +1,4 @@
-"""Questions from JSON lines (or a JSON array), plain or gzipped.
+"""Questions from JSON lines (or a JSON array), plain or compressed.
 
 Layouts:
   flashrag  FlashRAG's `{"id", "question", "golden_answers", "metadata"}`. Hops
@@ -18,20 +18,17 @@ Layouts:
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-import gzip
 import json
-import pathlib
 import re
 from typing import Any
-import zlib
 
+from retrieval import files
 from searchrl_jax.data import checks
 from searchrl_jax.data.checks import DataError, make_question, require
 from searchrl_jax.run.lookup import near
 from searchrl_jax.text import parser
 from searchrl_jax.types import Question
 
-_GZIP_MAGIC = b'\x1f\x8b'
 _ANSWERS = ('golden_answers', 'answers', 'answer')
 
 
@@ -41,7 +38,7 @@ def load(
   """Reads a file, filters it, and draws n questions, in file order.
 
   Args:
-    path: .jsonl or .json, gzipped or not (detected by the content).
+    path: .jsonl or .json, compressed or not (`files.unpacked`), in UTF-8 or 16.
     layout: see the module docstring.
     source: keep this source ('nq*' = by prefix); '' = all.
     hops: keep this number of hops; 0 = all.
@@ -75,10 +72,9 @@ def read(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
       JSON object.
   """
   try:
-    data = pathlib.Path(path).read_bytes()
-    if data.startswith(_GZIP_MAGIC):
-      data = gzip.decompress(data)
-  except (OSError, EOFError, zlib.error) as e:
+    with open(path, 'rb') as file:
+      data = b''.join(files.utf8_lines(files.unpacked(file)[1]))
+  except (*files.DAMAGED, UnicodeError) as e:
     raise DataError(f'{path}: cannot be read ({e})') from e
   data = data.removeprefix(b'\xef\xbb\xbf')
   if data.lstrip()[:1] == b'[':

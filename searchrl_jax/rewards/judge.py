@@ -1,10 +1,10 @@
 """A language model that judges answers, where exact match is too strict.
 
 A verdict is {"verdict": "correct"}, {"verdict": "incorrect"} or one of these
-words alone. Longer text is not searched, so "incorrect" cannot be read as
-"correct". Question, golden answers and answer are sent as JSON strings, which
-an answer cannot leave and in which it cannot form a control token
-(`chat.payload`).
+words alone, also in a code fence, bold, or after thoughts. Longer text is not
+searched, so "incorrect" cannot be read as "correct". Question, golden answers
+and answer are sent as JSON strings, which an answer cannot leave and in which
+it cannot form a control token (`chat.payload`).
 
 If the judge fails, the trajectory is left out (design 5.4) and counted. If it
 replies without a verdict, the answer caused that: it counts as wrong, and as
@@ -20,7 +20,13 @@ import numpy as np
 
 from searchrl_jax.rewards import scores
 from searchrl_jax.rewards.core import RewardContext, flat
-from searchrl_jax.sources.chat import Chat, ChatError, payload
+from searchrl_jax.sources.chat import (
+  Chat,
+  ChatError,
+  payload,
+  without_tags,
+  without_thoughts,
+)
 from searchrl_jax.text.env import SearchEnv
 from searchrl_jax.types import Group, Rewards, Trajectory
 
@@ -42,7 +48,6 @@ SYSTEM = (
 )
 MOST = 2000  # characters of an answer that are sent
 KEPT = 1_000_000  # verdicts that are cached
-_TOKENS = 32  # limit of a reply
 Item = tuple[str, tuple[str, ...], str]  # question, golden answers, answer
 _TEST = ('What is 1 + 1?', ('2',), 'two')  # for `Judge.check`
 
@@ -58,12 +63,13 @@ class Judge:
     """Sends no request yet.
 
     Args:
-      config: config.judge: the fields of `Chat`, and max_failed.
+      config: config.judge: the fields of `Chat`, max_tokens and max_failed.
 
     Raises:
       ValueError: a field is invalid; names it.
     """
     self._chat, self._max_failed = Chat(config), config.max_failed
+    self._max_tokens = config.max_tokens
     self._cache: dict[Item, bool] = {}
 
   async def verdicts(
@@ -79,7 +85,10 @@ class Judge:
       JudgeError: the judge failed on more than the share
         config.judge.max_failed of `among`; 'unusable' replies do not count.
     """
-    items = [(q, tuple(golds), a[:MOST]) for q, golds, a in items]
+    # A judge that repeats what a policy wrote must not end its thoughts by it.
+    items = [
+      (without_tags(q), tuple(g), without_tags(a[:MOST])) for q, g, a in items
+    ]
     new = list(dict.fromkeys(i for i in items if i not in self._cache))
     replies = dict(zip(new, await asyncio.gather(*map(self._ask, new))))
     out = [replies.get(i, self._cache.get(i)) for i in items]
@@ -113,7 +122,7 @@ class Judge:
     ]
     try:
       reply = await self._chat.reply(
-        messages, max_tokens=_TOKENS, temperature=0.0, schema=SCHEMA
+        messages, self._max_tokens, temperature=0.0, schema=SCHEMA
       )
       return read(reply)
     except ChatError as e:
@@ -126,7 +135,11 @@ def read(reply: str) -> bool:
   Raises:
     ChatError: the reply is not a verdict.
   """
-  word = reply.strip()
+  word = without_thoughts(reply).strip()
+  if word.startswith('```') and word.endswith('```'):
+    language, _, rest = word.strip('`').partition('\n')
+    word = rest if language.strip().lower() in ('', 'json', 'text') else word
+  word = word.strip('*_`. \n')
   try:
     word = json.loads(word)
   except (ValueError, RecursionError):
@@ -134,7 +147,8 @@ def read(reply: str) -> bool:
   word = word.get('verdict') if isinstance(word, dict) else word
   word = word.strip('. ').lower() if isinstance(word, str) else ''
   if word not in VERDICTS:
-    raise ChatError('unusable', f'no verdict: {reply[:200]!r}')
+    fix = 'take a model that replies with {"verdict": "correct"} or "incorrect"'
+    raise ChatError('unusable', f'no verdict: {reply[:200]!r}; {fix}')
   return VERDICTS[word]
 
 

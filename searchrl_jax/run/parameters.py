@@ -62,8 +62,14 @@ def local(path: str, field: str = 'config.model.path') -> str:
     return huggingface_hub.snapshot_download(
       path, allow_patterns=('*.json', '*.safetensors', '*.txt', '*.jinja')
     )
-  # ValueError: no name of the hub could be like that.
-  except (OSError, ValueError, huggingface_hub.errors.HfHubHTTPError) as e:
+  # ValueError: no name of the hub could be like that. ImportError: a SOCKS
+  # proxy, for which httpx needs a package.
+  except (
+    OSError,
+    ValueError,
+    ImportError,
+    huggingface_hub.errors.HfHubHTTPError,
+  ) as e:
     raise ConfigError(
       f'{field}={path!r}: no such folder, and it could not be fetched from the '
       f'hub ({e}); HF_ENDPOINT names a mirror, HF_HOME a cache'

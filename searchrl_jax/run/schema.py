@@ -53,7 +53,8 @@ RANGES = (
     'rollout.search_attempts batch.head_chunk algorithm.epochs engine.slots '
     'engine.max_len engine.chunk engine.prefill_rows engine.attempts '
     'env.max_turn_tokens env.max_tokens sft.rows eval.n eval.bootstrap '
-    'judge.attempts judge.concurrency source.simulator.attempts '
+    'judge.attempts judge.concurrency judge.max_tokens '
+    'source.simulator.attempts '
     'source.simulator.concurrency source.simulator.max_tokens '
     'source.simulator.steps source.dials.depth checkpoint.keep',
     lambda x: x >= 1,
@@ -305,6 +306,7 @@ def base() -> ConfigDict:
   c.judge.timeout = 30.0  # seconds for one attempt
   c.judge.attempts = 4
   c.judge.concurrency = 32  # requests in flight
+  c.judge.max_tokens = 32  # of a reply; a judge that thinks needs some hundreds
   c.judge.max_failed = 0.2  # fraction of missing verdicts that stops
 
   c.algorithm.advantage = 'grpo'  # in advantages.py, or a dotted path

@@ -23,9 +23,9 @@ import weakref
 import httpx
 from ml_collections import ConfigDict
 
+from retrieval import proxies
 from searchrl_jax.run import lookup
 
-_LOOPBACK = ('127.0.0.1', 'localhost', '::1')
 _PAUSE = 10.0  # seconds, more than openai waits between attempts
 _START = 'searchrl-'  # prefix of the model names of engines/vllm/host.py
 
@@ -33,6 +33,9 @@ _START = 'searchrl-'  # prefix of the model names of engines/vllm/host.py
 # normalisation maps to them, and surrogates, which UTF-8 cannot encode.
 _SPELLING = re.compile('[<|\\[＜﹤≮｜［﹇\ud800-\udfff]')
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
+# Ends of paths that other clients of such servers are given.
+_PATH = re.compile('(?<![:/])/+(v1/*)?(chat/completions/*)?$')
+_THOUGHT = re.compile('</?think(?:ing)?>')
 
 # HTTP statuses of a request that is too long or filtered, and the finish
 # reasons of such a reply. `check` finds servers that reject every request.
@@ -54,6 +57,23 @@ def payload(value: Any) -> str:
     return _SPELLING.sub(lambda c: f'\\u{ord(c[0]):04x}', string[0])
 
   return _STRING.sub(escaped, json.dumps(value, ensure_ascii=False))
+
+
+def without_thoughts(text: str) -> str:
+  """What a model says after its thoughts; '' if it only thinks.
+
+  The last tag decides. The first may be absent: many chat templates end with
+  it. Servers with a parser of reasoning send no thoughts.
+  """
+  *_, last = [None, *_THOUGHT.finditer(text)]
+  if last is None:
+    return text
+  return text[last.end() :] if last[0].startswith('</') else ''
+
+
+def without_tags(text: str) -> str:
+  """Text in which no thought begins or ends, however a model repeats it."""
+  return _THOUGHT.sub(' ', text)
 
 
 class ChatError(RuntimeError):
@@ -79,9 +99,9 @@ class Chat:
     """Sends no request yet.
 
     Args:
-      config: url (with or without /v1), model ('' = the only one served),
-        timeout of an attempt in seconds, attempts, concurrency (requests at a
-        time).
+      config: url (with or without /v1 or /v1/chat/completions), model ('' = the
+        only one served), timeout of an attempt in seconds, attempts,
+        concurrency (requests at a time).
       where: name of `config` in errors.
 
     Raises:
@@ -93,8 +113,7 @@ class Chat:
     server = 'must be http(s)://host[:port] of an OpenAI-compatible server'
     lookup.require(good, f'{where}.url={config.url!r} {server}')
     self._config, self._where = config, where
-    self.url = config.url.rstrip('/').removesuffix('/v1') + '/v1'
-    self._use_proxy = url.hostname not in _LOOPBACK
+    self.url = _PATH.sub('', proxies.askable(f'{config.url}/')) + '/v1'
     self._model = config.model
     # Connections belong to the event loop that opened them.
     self._clients: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
@@ -102,11 +121,11 @@ class Chat:
   async def reply(
     self, messages, max_tokens: int, temperature: float, seed=None, schema=None
   ) -> str:
-    """Returns the model's next message.
+    """Returns the model's next message, without thoughts before it.
 
     Args:
       messages: each with 'role' and 'content'.
-      max_tokens: of the reply; a reply that reaches it is unusable.
+      max_tokens: of the reply and thoughts; one that reaches it is unusable.
       temperature: 0 = greedy.
       seed: of the sampling, if the server supports it.
       schema: JSON schema for the reply. Servers may ignore it, so check the
@@ -127,13 +146,23 @@ class Chat:
       reply = await client.chat.completions.create(
         model=self._model, messages=list(messages), **options
       )
-      end, text = 'filtered', ''  # some filters return no choice
+      end, said, thinks = 'filtered', '', False  # some filters: no choice
       if reply.choices != []:
-        choice = reply.choices[0]
-        end, text = choice.finish_reason, choice.message.content
-    if not isinstance(text, str) or not text.strip() or end in _INCOMPLETE:
+        end, said = reply.choices[0].finish_reason, reply.choices[0].message
+        # Names under which servers with a parser of reasoning send it.
+        names = ('reasoning_content', 'reasoning')
+        thinks = any(getattr(said, name, None) for name in names)
+        said = said.content
+    text = without_thoughts(said) if isinstance(said, str) else ''
+    if not text.strip() or end in _INCOMPLETE:
       what = f'within {max_tokens} tokens (finish_reason={end!r})'
-      message = f'{self.url}: no complete reply {what}: {str(text)[:200]!r}'
+      message = f'{self.url}: no complete reply {what}: {str(said)[:200]!r}'
+      fix = f'raise {self._where}.max_tokens'
+      if thinks or isinstance(said, str) and _THOUGHT.search(said):
+        off = 'switch thinking off in its chat template'
+        message += f'; the model thinks: {fix}, or {off}'
+      elif end == 'length':
+        message += f'; {fix}'
       raise ChatError('unusable', message)
     return text
 
@@ -173,8 +202,11 @@ class Chat:
     loop, c = asyncio.get_running_loop(), self._config
     if loop not in self._clients:
       limits = httpx.Limits(max_connections=c.concurrency)
-      http = httpx.AsyncClient(
-        trust_env=self._use_proxy, timeout=c.timeout, limits=limits
+      http = proxies.open_client(
+        httpx.AsyncClient,
+        trust_env=not proxies.is_near(self.url),
+        timeout=c.timeout,
+        limits=limits,
       )
       client = openai.AsyncOpenAI(
         base_url=self.url,
@@ -191,7 +223,11 @@ class Chat:
     """The client; waits for a slot, and turns every failure into ChatError."""
     import openai  # takes a second
 
-    (client, slots), c = self._client(openai), self._config
+    c = self._config
+    try:
+      client, slots = self._client(openai)
+    except proxies.ProxyError as e:
+      raise ChatError('unreachable', f'{self.url}: {e}') from e
     try:
       # The timeouts of httpx do not end a reply that arrives byte by byte.
       async with slots, asyncio.timeout(c.attempts * (c.timeout + _PAUSE)):
@@ -208,6 +244,7 @@ class Chat:
       if getattr(e, 'status_code', None) in _UNUSABLE:
         kind = 'unusable'
       fix = f'start the server, or correct {self._where}'
-      what = f'{kind} after {c.attempts} attempt(s)'
+      proxy = proxies.via(self.url)
+      what = f'{kind} after {c.attempts} attempt(s){proxy}'
       why = ' '.join(str(e).split())[:300]
       raise ChatError(kind, f'{self.url}: {what}: {why}; {fix}') from e

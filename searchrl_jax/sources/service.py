@@ -81,7 +81,8 @@ class ServiceSource:
   async def check(self) -> Mapping[str, object]:
     """Returns the health of the server, or of the first that answers.
 
-    A server without /health (Search-R1's) gets a query instead.
+    A server without /health (Search-R1's), or with one of another form, gets a
+    query instead.
 
     Raises:
       SourceError: there is no server, it does not implement the protocol, or
@@ -107,7 +108,7 @@ class ServiceSource:
       try:
         health = dict(await self._client.health(url))
       except RetrievalError as error:
-        if error.kind != 'rejected':
+        if error.kind not in ('rejected', 'bad_response'):
           raise
       if 'identity' not in health:  # another server, or the token is missing
         await self._client.retrieve(['health'], 1, url)

@@ -24,7 +24,7 @@ from ml_collections import ConfigDict
 from searchrl_jax import types
 from searchrl_jax.engines.core import Engine, EngineError, Sampling
 from searchrl_jax.run import lookup
-from searchrl_jax.sources.chat import Chat, ChatError, payload
+from searchrl_jax.sources.chat import Chat, ChatError, payload, without_thoughts
 from searchrl_jax.sources.core import Answer, SourceError, draw
 from searchrl_jax.text import untrusted
 from searchrl_jax.text.prompts import slots
@@ -211,7 +211,7 @@ class SimulatedSource:
     reply = tokenizer.decode(done.ids)
     if done.stop == 'length':
       raise ChatError('unusable', f'cut after {c.max_tokens}: {reply!r}')
-    return reply
+    return without_thoughts(reply)
 
 
 def make(config: ConfigDict, *, seed: int, writer, **_) -> SimulatedSource:

@@ -1,7 +1,9 @@
 """JSON lines in four layouts, and everything that can be wrong with them."""
 
+import bz2
 import gzip
 import json
+import lzma
 import math
 
 import pytest
@@ -118,6 +120,16 @@ def test_bad_files(tmp_path):
   latin.write_bytes(b'{"id": "1", "question": "caf\xe9"}\n')
   with pytest.raises(DataError, match=r'latin\.jsonl:1: not JSON'):
     jsonl.load(str(latin))
+
+
+@pytest.mark.parametrize(
+  'pack, encoding', [(bz2.compress, 'utf-8'), (lzma.compress, 'utf-16')]
+)
+def test_packed_files_and_utf_16(tmp_path, pack, encoding):
+  path = tmp_path / 'x'
+  path.write_bytes(pack(f'{json.dumps(OURS)}\n'.encode(encoding)))
+  (found,) = jsonl.load(str(path))
+  assert found.text == OURS['question']
 
 
 def test_filters(tmp_path):

@@ -19,6 +19,7 @@ pytestmark = pytest.mark.slow
 
 __all__ = ['fake']  # an autouse fixture
 COUNT, DIM = 600, 32
+_INNER = faiss.METRIC_INNER_PRODUCT
 
 
 @pytest.fixture(scope='module')
@@ -47,6 +48,28 @@ def write_faiss(path, x, factory, metric=faiss.METRIC_INNER_PRODUCT):
   index.add(x)
   faiss.write_index(index, str(path))
   return str(path)
+
+
+def write_ids(path, x, ids):
+  index = faiss.index_factory(x.shape[1], 'IVF8,Flat', _INNER)
+  index.train(x)
+  index.add_with_ids(x, ids)
+  faiss.write_index(index, str(path))
+  return str(path)
+
+
+@pytest.mark.parametrize(
+  'ids, said',
+  [
+    (np.arange(COUNT) + 1, 'with 600 different ids, from 1 to 600.'),
+    (np.arange(COUNT) // 2, 'with 300 different ids, from 0 to 299.'),
+    (np.arange(COUNT) * 2**40, 'with 600 different ids, from 0 to'),
+  ],
+)
+def test_ids_that_are_no_positions(source, right, tmp_path, ids, said):
+  said_of = refused(tmp_path, source, write_ids(tmp_path / 'their', right, ids))
+  assert f'{tmp_path}/their: a FAISS index of 600 vectors {said}' in said_of
+  assert '0 to 599' in said_of and 'adopt the saved embeddings' in said_of
 
 
 def write_raw(path, x):

@@ -2,9 +2,11 @@
 
 import asyncio
 import dataclasses
+import gzip
 import json
 import threading
 import time
+import zlib
 
 import httpx
 from hypothesis import HealthCheck, example, given, settings
@@ -183,6 +185,57 @@ def test_a_long_query_is_cut_and_fails_nobody():
 def test_body_too_large(http):
   response = http.post('/retrieve', content=b' ' * (LIMITS.max_body_bytes + 1))
   assert response.status_code == 413 and '--max_body_bytes' in response.text
+
+
+def raw_deflate(data):
+  packer = zlib.compressobj(wbits=-15)
+  return packer.compress(data) + packer.flush()
+
+
+def post_packed(http, encoding, body):
+  headers = {'Content-Encoding': encoding}
+  return http.post('/retrieve', content=body, headers=headers)
+
+
+@pytest.mark.parametrize(
+  'encoding, pack',
+  [
+    ('gzip', gzip.compress),
+    ('X-GZIP', gzip.compress),
+    ('deflate', zlib.compress),
+    (' Deflate', raw_deflate),
+    ('identity', bytes),
+  ],
+)
+def test_a_packed_body_is_read(http, encoding, pack):
+  body = {'queries': ['Hamlet'], 'topk': 2}
+  answer = post_packed(http, encoding, pack(json.dumps(body).encode()))
+  assert answer.status_code == 200 and answer.json() == ask(http, **body)
+
+
+BOMB = b' ' * (LIMITS.max_body_bytes + 1)
+
+
+@pytest.mark.parametrize(
+  'encoding, body, status, said',
+  [
+    ('br', b'x', 415, "'br' is not known; send gzip"),
+    ('gzip, gzip', b'x', 415, 'is not known'),
+    ('gzip', b'{"queries": ["x"]}', 422, 'not one whole gzip stream'),
+    ('gzip', gzip.compress(b'{}')[:-3], 422, 'not one whole gzip stream'),
+    ('gzip', gzip.compress(b'{}') + b'x', 422, 'not one whole gzip stream'),
+    ('deflate', zlib.compress(b'{}')[:-3], 422, 'not one whole deflate'),
+    ('gzip', b'', 422, 'not one whole gzip stream'),
+    ('gzip', gzip.compress(BOMB), 413, '--max_body_bytes'),
+    ('deflate', zlib.compress(BOMB), 413, '--max_body_bytes'),
+    ('deflate', raw_deflate(BOMB), 413, '--max_body_bytes'),
+    ('', gzip.compress(b'{}'), 422, 'without the header Content-Encoding'),
+  ],
+)  # fmt: skip
+def test_what_cannot_be_unpacked(http, encoding, body, status, said):
+  answer = post_packed(http, encoding, body)
+  assert answer.status_code == status
+  assert said in answer.json()['detail'][0]['msg']
 
 
 def test_other_paths_and_methods(http):

@@ -8,6 +8,7 @@ import logging
 import os
 import random
 import socket
+import sys
 import threading
 import time
 
@@ -215,10 +216,109 @@ def test_connection_refused():
   assert 'python -m retrieval.server' in str(error)
 
 
-def test_proxies_of_the_environment_are_not_asked_for_loopback(monkeypatch):
-  monkeypatch.setenv('HTTP_PROXY', 'http://127.0.0.1:1')
+@pytest.fixture
+def proxy(monkeypatch):
+  """Sets one proxy of the environment: proxy(variable, value)."""
+  for name in [n for n in os.environ if n.lower().endswith('_proxy')]:
+    monkeypatch.delenv(name)
+  return monkeypatch.setenv
+
+
+def test_proxies_of_the_environment_are_not_asked_for_loopback(proxy):
+  proxy('HTTP_PROXY', 'http://127.0.0.1:1')
   with Faults(GOOD) as faults:
     assert len(ask(faults.url)[0]) == 1
+
+
+def test_an_error_behind_a_proxy_names_it(proxy):
+  proxy('http_proxy', 'http://me:secret@127.0.0.1:1')
+  error = failure('http://10.0.0.1:8000', retries=0)
+  assert error.kind == 'unreachable' and 'secret' not in str(error)
+  assert 'through the proxy http_proxy=http://127.0.0.1:1' in str(error)
+  with Faults(reply(b'', '403 Forbidden')) as faults:
+    proxy('http_proxy', faults.url)
+    error = failure('http://10.0.0.1:8000')
+    assert f"HTTP 403 '', through the proxy http_proxy={faults.url}" in str(
+      error
+    )
+  proxy('no_proxy', '10.0.0.1')
+  assert 'proxy' not in str(
+    failure('http://10.0.0.1:9', timeout_s=0.1, retries=0)
+  )
+
+
+@pytest.mark.parametrize(
+  'value', ['socks5://me:secret@h:9', 'gopher://h', 'http://[']
+)
+def test_a_proxy_that_cannot_be_used_is_named(proxy, monkeypatch, value):
+  monkeypatch.setitem(sys.modules, 'socksio', None)  # not installed
+  proxy('ALL_PROXY', value)
+  error = failure('http://10.0.0.1:8000')
+  shown = value.replace('me:secret@', '')
+  assert f'ALL_PROXY={shown} cannot be used as a proxy' in str(error)
+  assert 'httpx[socks]' in str(error) and 'secret' not in str(error)
+  assert error.attempts == 1
+
+
+def test_addresses_that_mean_the_server(server, corpus):
+  port = server.url.rpartition(':')[2]
+  for url in (
+    f'{server.url}/retrieve',
+    f'{server.url}/retrieve/',
+    f'http://0.0.0.0:{port}',
+  ):
+    assert ask(url, ['hamlet prince'])[0][0].contents == corpus[2].contents
+  for given, asked in (
+    ('http://[::]:80/p/retrieve', 'http://[::1]:80/p'),
+    ('http://retrieve', 'http://retrieve'),
+    ('http://h//', 'http://h'),
+  ):
+    assert RetrievalClient(given).url == asked
+
+
+def test_refusals_have_a_remedy(server):
+  assert 'before /retrieve' in str(failure(f'{server.url}/prefix'))
+  refused = reply({'detail': 'the header Host is ...'}, '403 Forbidden')
+  with Faults(refused) as faults:
+    said = str(failure(faults.url))
+    assert '--allow_host' in said and 'RETRIEVAL_TOKEN' not in said
+
+
+def titled(**fields):
+  return hit(document={'id': '7', **fields})
+
+
+# What other servers of the protocol answer.
+@pytest.mark.parametrize(
+  'item, name, found',
+  [
+    (titled(id=7, contents='"T"\nx'), '7', ('T', 'x', 1.5)),
+    (titled(id=None, contents='"T"\nx'), None, ('T', 'x', 1.5)),
+    ({'document': {'contents': '"T"\nx'}}, None, ('T', 'x', None)),
+    (titled(content='"T"\nx'), '7', ('T', 'x', 1.5)),
+    (titled(title='T', text='x'), '7', ('T', 'x', 1.5)),
+    (titled(title='T', contents='x'), '7', ('T', 'x', 1.5)),
+    (titled(title='T', contents='x\ny'), '7', ('T', 'x\ny', 1.5)),
+    (titled(title='T', contents='"T"\nx'), '7', ('T', 'x', 1.5)),
+    (titled(title='T\nU', text='x'), '7', ('T U', 'x', 1.5)),
+    (titled(title=None, text='x'), '7', ('', 'x', 1.5)),
+    ({'id': '7', 'contents': '"T"\nx'}, '7', ('T', 'x', None)),
+    ({'id': '7', 'contents': 'x', 'score': 2}, '7', ('', 'x', 2.0)),
+    (hit(document='x'), None, ('', 'x', 1.5)),
+    ('"T"\nx', None, ('T', 'x', None)),
+    (hit(score=None), '1', ('T', 'x', None)),
+    (hit(score='0.5'), '1', ('T', 'x', 0.5)),
+    (hit(score='high'), '1', ('T', 'x', None)),
+    (hit(score=10**400), '1', ('T', 'x', None)),
+  ],
+)
+def test_forms_of_other_servers(item, name, found):
+  other = {'document': {'contents': 'another'}}
+  with Faults(reply({'result': [[item, other]]})) as faults:
+    first, last = ask(faults.url)[0]
+  assert (first.title, first.text, first.score) == found
+  assert name is None or first.id == name
+  assert first.id and first.id != last.id  # a hash, where there is none
 
 
 @pytest.mark.parametrize(
@@ -240,16 +340,13 @@ def test_proxies_of_the_environment_are_not_asked_for_loopback(monkeypatch):
     {'result': [None]},
     {'result': [{}]},
     {'result': [[None]]},
-    {'result': [['text']]},
-    {'result': [[{'id': '1', 'contents': 'x'}]]},
+    {'result': [[[]]]},
     {'result': [[hit(document=None)]]},
-    {'result': [[hit(document={'id': 1, 'contents': 'x'})]]},
     {'result': [[hit(document={'id': '1'})]]},
+    {'result': [[hit(document={'id': [1], 'contents': 'x'})]]},
+    {'result': [[hit(document={'id': True, 'contents': 'x'})]]},
     {'result': [[hit(document={'id': '1', 'contents': None})]]},
     {'result': [[hit(document={'id': '1', 'contents': 'x', 'title': ['T']})]]},
-    {'result': [[hit(score=None)]]},
-    {'result': [[hit(score='1')]]},
-    {'result': [[hit(score=True)]]},
     {'result': [[hit(score=float('nan'))]]},
     {'result': [[hit(score=float('inf'))]]},
     {'result': [[hit()] * 4]},  # topk was 3

@@ -1,6 +1,8 @@
+import bz2
 import gzip
 import io
 import json
+import lzma
 import os
 import pathlib
 import subprocess
@@ -39,14 +41,56 @@ def test_reads_in_order(corpus):
   assert len(corpus) == len(PASSAGES)
 
 
-def test_gzip_is_told_by_its_bytes_and_hashes_the_same(
-  corpus, corpus_path, tmp_path
+def zstandard(data):
+  return pa.compress(data, 'zstd', asbytes=True)
+
+
+PACKERS = (gzip.compress, bz2.compress, lzma.compress, zstandard)
+
+
+@pytest.mark.parametrize('pack', PACKERS)
+def test_compression_is_told_by_its_bytes_and_hashes_the_same(
+  corpus, corpus_path, tmp_path, pack
 ):
   path = tmp_path / 'no_suffix'
-  path.write_bytes(gzip.compress(corpus_path.read_bytes()))
+  path.write_bytes(pack(corpus_path.read_bytes()))
   other = read_corpus(path)
   assert other.contents == corpus.contents
   assert other.sha256 == corpus.sha256
+
+
+@pytest.mark.parametrize('pack', [bytes, gzip.compress])
+@pytest.mark.parametrize(
+  'encoding', ['utf-16', 'utf-16-le', 'utf-16-be', 'utf-32']
+)
+def test_utf_16_is_told_by_its_bytes(
+  corpus, corpus_path, tmp_path, encoding, pack
+):
+  path, text = tmp_path / 'c.jsonl', corpus_path.read_text()
+  path.write_bytes(pack(text.encode(encoding)))
+  assert read_corpus(path).sha256 == corpus.sha256
+  path.write_bytes(pack(text.encode(encoding)[:-1]))  # half a character
+  with pytest.raises(CorpusError, match='text of the file is cut short'):
+    read_corpus(path)
+
+
+@pytest.mark.parametrize(
+  'content, said',
+  [
+    (f'[{GOOD},\n{GOOD}]', 'jq -c ".\\[\\]" FILE'),
+    (f'[{GOOD}]', 'a JSON list, not an object. .*jq -c ".\\[\\]" FILE'),
+    (json.dumps({'id': 'a', 'contents': 'x'}, indent=1), 'jq -c . FILE'),
+    ('id\tcontents\na\tx', r"read_csv\(FILE, sep='\\t'"),
+    ('id,contents\na,x', r"read_csv\(FILE, sep=','"),
+    ('version https://git-lfs.github.com/spec/v1\noid', 'git lfs pull'),
+    ('plain text', 'Write one JSON object per line'),
+    (b'{"id": "a", "contents": "caf\xe9"}', 'Convert the file to UTF-8'),
+    (b'PK\x03\x04\x14\0\xff\xfe', 'unpack it if it is packed'),
+  ],
+)  # fmt: skip
+def test_another_format_is_named_with_its_conversion(tmp_path, content, said):
+  with pytest.raises(CorpusError, match=f'c.jsonl:1: .*{said}'):
+    read_corpus(write(tmp_path, content))
 
 
 def test_a_large_corpus_is_sent_to_build_index(tmp_path, monkeypatch):
@@ -124,14 +168,15 @@ def test_bad_line_is_named(tmp_path, line, said):
 def test_unusable_files(tmp_path):
   with pytest.raises(CorpusError, match='No such file'):
     read_corpus(tmp_path / 'absent.jsonl')
-  with pytest.raises(CorpusError, match='directory'):
+  with pytest.raises(CorpusError, match='directory.*Join the parts'):
     read_corpus(tmp_path)
   with pytest.raises(CorpusError, match='is empty'):
     read_corpus(write(tmp_path, '', ''))
 
 
-def test_gzip_cut_short(tmp_path):
-  whole = gzip.compress(
+@pytest.mark.parametrize('pack', PACKERS)
+def test_a_compressed_file_cut_short(tmp_path, pack):
+  whole = pack(
     '\n'.join(
       json.dumps({'id': str(i), 'contents': str(hash(str(i)))})
       for i in range(5000)
@@ -140,6 +185,9 @@ def test_gzip_cut_short(tmp_path):
   path = tmp_path / 'c.jsonl.gz'
   path.write_bytes(whole[: len(whole) // 2])
   with pytest.raises(CorpusError, match=r'c.jsonl.gz:\d+: .*cut short'):
+    read_corpus(path)
+  path.write_bytes(whole[:9] + whole[8:])
+  with pytest.raises(CorpusError, match=r'c.jsonl.gz:\d+: .*damaged'):
     read_corpus(path)
 
 

@@ -1,6 +1,7 @@
 import os
 import subprocess
 import sys
+from unittest import mock
 
 import faiss
 import numpy as np
@@ -98,6 +99,7 @@ def test_a_failed_build_leaves_what_was_there(value, tmp_path):
     ('Flatt', VECTORS, "factory='Flatt': FAISS does not build"),
     ('IVF16,PQ5', VECTORS, "factory='IVF16,PQ5'"),  # 5 does not divide 16
     ('IVF4000,Flat', VECTORS, 'cannot be trained on 1200 vectors'),
+    ('IDMap,Flat', VECTORS, "factory='IDMap,Flat': FAISS does not build"),
   ],
 )
 def test_build_refuses(factory, vectors, words, tmp_path):
@@ -341,3 +343,15 @@ def test_threads_of_faiss_wait_without_spinning_unless_told(given, spins):
   )
   found = done.stderr.split("GOMP_SPINCOUNT = '")[1].partition("'")[0]
   assert found.startswith(spins)
+
+
+def test_what_a_search_of_faiss_says_names_the_file(paths):
+  index = DenseFaiss(paths['Flat'], None)
+  said = "Error in x at y.cpp:1: Error: 'k > 0' failed: too many"
+  index._index = mock.Mock(
+    ntotal=9, search=mock.Mock(side_effect=[RuntimeError(said)])
+  )
+  with pytest.raises(FaissError) as error:
+    index.search_vectors(QUERIES, 3)
+  assert f'{paths["Flat"]}: FAISS cannot search it' in str(error.value)
+  assert 'too many' in str(error.value) and '.cpp' not in str(error.value)

@@ -36,6 +36,7 @@ def test_words_are_marked_as_the_server_compares_them(server):
 
 def test_marks_by_stars_without_colour_and_by_colour_with():
   hits = [Hit('7', '', 'Swimming', 'They swim [bold]daily[/bold].', 1.25)]
+  assert '1. T  id 8' in printed('x', [Hit('8', '', 'T', '', None)])
   plain = printed('he swims', hits)
   assert '1. *Swimming*  1.250  id 7' in plain
   assert 'They *swim* [bold]daily[/bold].' in plain

@@ -191,8 +191,26 @@ def test_a_host_is_allowed_by_a_flag(server):
   def get(host):
     return httpx.get(f'{server.url}/health', headers={'Host': host})
 
-  assert get('gpu01:8000').status_code == 200
+  for host in ('gpu01:8000', 'GPU01', 'LOCALHOST:8000', 'localhost'):
+    assert get(host).status_code == 200
   refused = get('gpu02:8000')
   assert refused.status_code == 403
   assert "'gpu02:8000'" in refused.json()['detail']
   assert '--allow_host=NAME' in refused.json()['detail']
+
+
+@pytest.mark.parametrize(
+  'target, host, status',
+  [
+    ('HTTP://LocalHost:8000/health', 'x.example', 200),  # the target's counts
+    ('http://x.example/health', 'localhost', 403),
+    ('http://localhost@x.example/health', 'localhost', 403),
+    ('http://localhost', 'localhost', 404),
+    ('http://[localhost/health', 'localhost', 404),
+  ],
+)
+def test_a_whole_url_may_be_the_target(server, target, host, status):
+  with connect(server) as connection:
+    head = f'GET {target} HTTP/1.1\r\nHost: {host}\r\nConnection: close'
+    connection.sendall(f'{head}\r\n\r\n'.encode())
+    assert read(connection).startswith(f'HTTP/1.1 {status}'.encode())

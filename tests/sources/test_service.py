@@ -44,6 +44,8 @@ class Server:
       def do_GET(self):
         if outer.health is None:
           self._send(404, {})
+        elif isinstance(outer.health, str):  # of another server
+          self._send(200, outer.health)
         else:
           self._send(200, outer.health)
 
@@ -231,6 +233,8 @@ def test_check(server):
 
   assert run(main, server) == {'passages': 3}
   server.health = None  # Search-R1's own server has no /health
+  assert 'retrieve' in run(main, server)['health']
+  server.health = 'ok'
   assert 'retrieve' in run(main, server)['health']
   server.status = 500
   with pytest.raises(SourceError, match='500'):

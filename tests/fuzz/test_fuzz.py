@@ -1,0 +1,39 @@
+"""A few cases of each fuzzer; `python -m tests.fuzz` tries them for an hour.
+
+Kills of processes take a minute each, and are made there alone.
+"""
+
+import collections
+import random
+
+import pytest
+
+from tests.fuzz import configs, packed, plays
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures('programs')]
+
+
+def short(n: int) -> random.Random:
+  return random.Random(f'short/{n}')
+
+
+def test_plays():
+  ends = collections.Counter(plays.case(short(n)) for n in range(200))
+  assert {'answer', 'eos', 'turns', 'tokens', 'failed'} <= {*ends}, ends
+
+
+@pytest.mark.parametrize('n', range(2))
+def test_packed_rows(n):
+  assert packed.case(short(n)) != 'near a bound'
+
+
+def test_configs_are_accepted_or_refused_by_field():
+  found = [
+    configs.accepted(configs.draw(short(n), 'http://127.0.0.1:9'))
+    for n in range(60)
+  ]
+  assert 10 < sum(found) < 50
+
+
+def test_a_config_runs_and_resumes(url):
+  assert configs.case(short(0), lambda: url) == 'ran'
