@@ -1,32 +1,27 @@
-r"""When two answers are one number, set, interval, expression, ...
+r"""When two answers are one number, set, interval, expression, word, ...
 
-The package math-verify parses both and compares their values: 0.5, 1/2 and
-\frac{2}{4} are one answer, and so are sets in any order. A bare word of four
-letters or more is no mathematics here: the package takes it for a product of
-letters, so that "Evelyn" equals "nylevE". \text{Evelyn} is a word to it.
+0.5, 1/2 and \frac{2}{4} are one answer, and so are sets in any order.
+`values.py` says what is read and what is compared.
 
 A few tokens can ask for more than any computer has (a tower of powers), and
-the package's own limits are signals: they reach a main thread alone, and none
-while one big operation runs. So it works in a process of its own, which is
-ended when it takes too long; such an answer is equal to nothing.
+limits in Python are signals: they reach a main thread alone, and none while one
+big operation runs. So `values` works in a process of its own, which is ended
+when it takes too long; such an answer is equal to nothing.
 """
 
 import functools
 import json
 import pathlib
-import re
 import subprocess
 import sys
 import threading
 
 SECONDS = 5.0  # for one comparison; usual ones take milliseconds
 _MEMORY = 4 << 30  # bytes of its address space
-_COMMAND = re.compile(r'\\(?:text|mbox|begin|end)\w*\s*\{[^{}]*\}|\\[A-Za-z]+')
-_WORD = re.compile(r'[^\W\d_]{4}')
 
 
 class _Checker:
-  """math-verify in a process of its own; thread-safe."""
+  """`values` in a process of its own; thread-safe."""
 
   def __init__(self):
     self._lock, self._process = threading.Lock(), None
@@ -49,10 +44,13 @@ class _Checker:
             'not start (its error stands above); pip install -r '
             'requirements.txt'
           )
-      self._process.stdin.write(json.dumps([a, b]) + '\n')
-      self._process.stdin.flush()
-      said = self._process.stdout.readline()
-      if not said:  # it has ended itself
+      try:
+        self._process.stdin.write(json.dumps([a, b]) + '\n')
+        self._process.stdin.flush()
+        said = self._process.stdout.readline()
+      except BrokenPipeError:  # it was ended, by whatever
+        said = ''
+      if not said:
         self._process.wait()
       return {'True\n': True, 'False\n': False}.get(said)
 
@@ -63,6 +61,8 @@ _CHECKER = _Checker()
 @functools.lru_cache(maxsize=1 << 17)
 def equal(a: str, b: str) -> bool:
   """Whether both are mathematics, and of one value."""
+  if a > b:
+    return equal(b, a)  # symmetric, even where time runs out
   return known(a) and known(b) and (a == b or bool(_CHECKER.ask(a, b)))
 
 
@@ -83,41 +83,17 @@ def serve(seconds: float) -> None:
   import resource
   import signal
 
-  import math_verify
+  from experiments.ttrl import values
 
   out, sys.stdout = sys.stdout, sys.stderr
-  logging.disable()  # that its own limits are off
+  logging.disable()  # that math-verify's own limits are off
   resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
-  target = [math_verify.LatexExtractionConfig(boxed_match_priority=0)]
-
-  @functools.lru_cache(maxsize=1 << 14)
-  def parse(text):
-    if _WORD.search(_COMMAND.sub(' ', text)):
-      return []
-    return math_verify.parse(
-      f'\\boxed{{{text}}}',
-      target,
-      fallback_mode='no_fallback',
-      parsing_timeout=None,
-    )
-
-  def same(a, b):
-    # It allows the second more forms than the first (x = 5 for 5).
-    return any(
-      math_verify.verify(x, y, timeout_seconds=None)
-      for x, y in ((a, b), (b, a))
-    )
-
-  same(parse('1'), parse('2'))  # its first is slow, and nobody's fault
+  values.equal('1', '2')  # the first is slow, and nobody's fault
   print('ready', file=out, flush=True)
   for line in sys.stdin:
     # Nobody handles it, so the kernel ends this process, whatever it does.
     signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-      a, b = map(parse, json.loads(line))
-      found = bool(a and b) and same(a, b)
-    except Exception:  # of SymPy, anything: a model wrote this
-      found = False
+    found = values.equal(*json.loads(line))
     signal.setitimer(signal.ITIMER_REAL, 0)
     print(found, file=out, flush=True)
 

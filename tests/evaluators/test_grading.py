@@ -324,7 +324,7 @@ def boxed(*answers, golds=('0.5',)):
 
 
 def test_mathematics_is_equal_in_value():
-  env, trajectories = boxed(r'\frac12', '0.5', 'half of it', r'\frac{2}{4}')
+  env, trajectories = boxed(r'\frac12', '0.5', 'half of 1', r'\frac{2}{4}')
   rows = grading.score(trajectories, env, 'dev', MATH)
   assert [r.em for r in rows] == [1, 1, 0, 1]
   assert [r.vote for r in rows] == [r'\frac12', r'\frac12', None, r'\frac12']

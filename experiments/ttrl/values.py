@@ -1,0 +1,550 @@
+r"""What the text of a mathematical answer means, and when two mean the same.
+
+latex2sympy parses a formula, and math-verify compares two: it simplifies,
+solves equations, and knows sets. This module reads what people write around a
+formula, and decides where these packages (1.11.0, 0.9.0) are wrong:
+  * Numbers: they round decimals to 6 places and compare others to within
+    1e-15, so that all small numbers are equal. Here decimals and fractions are
+    exact; a number that has no finite decimal (1/3, pi) equals a decimal of
+    the same first six digits; all else is compared to 40 digits.
+  * Spaces: 1 234 is a product to them, and 1 4/5 is 4/5. Here separators of
+    thousands and mixed numbers are read, and other numbers side by side are no
+    answer.
+  * Letters: no = on, AB = BA, and 3t = 3 as t is a unit. Here a text of letters
+    is a word, unless it may be a product of variables (xy), and a unit is a
+    word or an abbreviation behind a number.
+  * Order: (2, 1) = {1, 2}. Here a pair is no list of answers.
+  * Equations: 2x + 3y = 5 is 5, and two without a real solution are one. Here
+    only a name can be left out (x = 5, f(2) = 5).
+  * Times, bases, repeating decimals, degrees in an angle function, i: suffixes
+    and bases are dropped, and i is a variable.
+
+A unit or the base of a numeral may be left out; where both texts have one, they
+have to agree (1 m = 100 cm), if SymPy knows the unit. 50% is both 50 and 0.5.
+So equality is not transitive.
+"""
+
+import functools
+import re
+from typing import Any, NamedTuple
+
+import latex2sympy2_extended as latex
+from latex2sympy2_extended.math_normalization import extract_boxed_content
+import math_verify
+from math_verify import grader
+import sympy
+from sympy.core.function import AppliedUndef
+from sympy.physics import units
+
+
+def equal(a: str, b: str) -> bool:
+  """Whether both are mathematics, and of one value; never raises.
+
+  It may take for ever, or all memory: `mathematics.equal` does not.
+  """
+  try:
+    x, y = parse(a), parse(b)
+    return x is not None and y is not None and _same(x, y)
+  except Exception:  # of SymPy, anything: a model wrote this
+    return False
+
+
+class Measured(NamedTuple):
+  """A value with a unit that is known, or with the base of its numeral."""
+
+  value: Any
+  unit: sympy.Expr
+
+
+class Clock(NamedTuple):
+  """A time of the day, or a ratio that looks like one."""
+
+  hour: int
+  rest: tuple[int, int]  # minutes, seconds
+  half: str  # a, p; empty = not said
+  value: Any  # as a ratio, or of the hour alone; None = it is a time
+
+
+def parse(text: str) -> Any:
+  """Returns what a text means; None if it is no mathematics.
+
+  Returns:
+    A SymPy object, Measured, Clock, a list of these (in any order), or a list
+    of tuples of these (in order).
+
+  Raises:
+    Exception: of any kind, from the parser.
+  """
+  groups, unknown = [], set()
+  for group in _split(_cleaned(text), ';'):
+    parts = [sign for part in _split(group, ',') for sign in _signs(part)]
+    groups.append([_element(part) for part in parts])
+    tails = [m[2] for part in parts if (m := _MEASURED.fullmatch(part))]
+    unknown.update(tail for tail in tails if _unit(tail) is None)
+  found = sum(groups, [])
+  if len(unknown) > 1 or any(value is None for value in found):
+    return None  # 3 apples and 4 pears
+  if len(groups) > 1 and min(map(len, groups)) > 1:
+    return [tuple(group) for group in groups]  # x=1, y=2; x=3, y=4
+  return found[0] if len(found) == 1 else found or None
+
+
+# ---- Text.
+
+_CHARACTERS = str.maketrans(
+  {
+    '±': r'\pm ',
+    '−': '-',
+    '–': '-',
+    '×': r'\times ',
+    '·': r'\cdot ',
+    '÷': '/',
+    '√': r'\sqrt ',
+    '…': r'\ldots ',
+    '’': "'",
+    '“': '"',
+    '”': '"',
+  }
+)
+# In this order.
+_REWRITTEN = [
+  (re.compile(pattern), new)
+  for pattern, new in (
+    (r'\\!\s*|\\(?:display|text)style(?![A-Za-z])', ''),
+    (r'(?<!\\)\\[,;:> ]|\\q?quad(?![A-Za-z])|~|\s', ' '),
+    (r'\^\s*\{?\s*(?:°|\\circ|\\degree)\s*\}?|°|\\degree', r'^\\circ '),
+    (
+      r'\\(?:text(?:bf|it|rm|sf|tt|normal)?|mathrm|[mh]box)\s*\{([^{}]*)\}',
+      r'\\text{\1}',
+    ),
+    (r'\\text\{\s*([ie])\s*\}', r' \1 '),  # the numbers, upright
+    (r"(?<=[A-Za-z)}])'+(?![A-Za-z])", r'^{\\prime}'),
+    (r'\\?sqrt\s*\(([^()]*)\)', r'\\sqrt{\1}'),
+    (r'\\[dtc]?frac\s*(\d)\s+(\d)', r'\\frac{\1}{\2}'),
+    (r'(?<![\d.])(\d+) +(\d+) */ *(\d+)(?![\d.])', r'\1\\frac{\2}{\3}'),
+    # Repeating decimals: 0.\dot{1}2\dot{3}, 0.1(6) and 0.333... as \overline.
+    (r'\\dot\s*\{?(\d)\}?(?:(\d*)\\dot\s*\{?(\d)\}?)?', r'\\overline{\1\2\3}'),
+    (r'(\.\d*)\((\d+)\)', r'\1\\overline{\2}'),
+    (
+      r'(\.\d{0,9}?)(\d{1,9}?)\2{2,}(?:\.\.\.|\\[lc]?dots)',
+      r'\1\\overline{\2}',
+    ),
+    # 0{,}5 is a decimal, 1{,}234 is not.
+    (r'(?<![\d,}])(\d{4,}|0)\{,\}(\d)|(\d)\{,\}(?!\d{3}(?!\d))', r'\1\3.\2'),
+    (r'(\d)\{,\}(?=\d)', r'\1,'),
+    # Numbers of a program: 1e-05.
+    (
+      r'(?<![\w\\^{.])(\d+(?:\.\d*)?|\.\d+)[eE]([+-]?\d+)(?![\w.^({\\])',
+      r'(\1\\times 10^{\2})',
+    ),
+  )
+]
+_DOLLARS = re.compile(r'(?<!\\)\$')
+_TEXT = re.compile(r'\\text\{([^{}]*)\}')
+_AND = re.compile(r'(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])')
+_CLOSING = re.compile(r'(?<!\\right)(?:[\s.,;:]|\\\\)+$')
+_AROUND = re.compile(
+  r'\\\((?P<a>.*)\\\)|\\\[(?P<b>.*)\\\]|(?P<mark>\*+|"|\'|`+)(?P<c>.*)(?P=mark)',
+  re.DOTALL,
+)
+_REPEATING = re.compile(r'(\d*)\.(\d*)\s*\\(?:overline|bar)\s*\{?(\d+)\}?')
+_THOUSANDS = r'(?<![\d.,^_])(?!0)\d{{1,3}}(?:{0}\d{{3}})+(?!\d)'
+_SPACED = re.compile(
+  _THOUSANDS.format("[ ']") + r'|\.\d{3}(?: \d{3})* \d{1,3}(?!\d)'
+)
+_COMMAS = re.compile(_THOUSANDS.format(','))
+_SIDE_BY_SIDE = re.compile(r'(?:(?<![\d.^_])\d[\d.]*|\\circ) +\.?\d')
+# Words among the symbols: of four letters or more, with their neighbours, and
+# short units behind a number. Commands and names of functions are none.
+_LETTER = r'[^\W\d_]'
+_WORDS = re.compile(
+  r'\\text\{[^{}]*\}'
+  r'|\\(?:overline|overrightarrow|vec|bar|hat|operatorname|math\w+|begin|end)'
+  r'\s*\{[^{}]*\}(?:\{[clr|]*\})?'
+  r'|\\[A-Za-z]+'
+  r'|(?<![A-Za-z])(?P<name>(?:arc)?(?:sin|cos|tan|cot)h?|log|ln|exp|sqrt|pi'
+  r'|infty)(?![A-Za-z])'
+  rf'|(?<!{_LETTER})(?P<word>(?:{_LETTER}{{2,}}[ \'.-]+)*'
+  rf'(?![a-dw-z]+(?!{_LETTER})){_LETTER}{{4,}}(?:[ \'.-]+{_LETTER}+)*'
+  r'|(?<=[\d}) ])(?:(?:k?m|cm|mi|ft)/(?:hr?|s(?:ec)?|min)|[cdkm]m|kg|m[lL]'
+  r'|ft|yd|in|lbs?|oz|hrs?|mins?|secs?|mph|pct|deg|rad'
+  r'|(?<=\d )[a-z]?[eou][a-z]))'
+  rf'(?!{_LETTER})'
+)
+_SCALES = {
+  'dozen': 12,
+  'hundred': 100,
+  'thousand': 10**3,
+  'million': 10**6,
+  'billion': 10**9,
+  'trillion': 10**12,
+}
+_SCALE = re.compile(
+  rf'(?<=[\d}}) ])\\text\{{({"|".join(_SCALES)})\b *([^{{}}]*)\}}'
+)
+
+
+def _cleaned(text):
+  """Canonical LaTeX of an answer; empty if it is none."""
+  if r'\boxed' in text or r'\fbox' in text:
+    text = extract_boxed_content(text, 'all')
+  text = text.translate(_CHARACTERS)
+  if r'\begin' not in text:  # a row's end
+    text = re.sub(r'\\\\(?=[A-Za-z])', r'\\', text)
+  for pattern, new in _REWRITTEN:
+    text = pattern.sub(new, text)
+  if len(_DOLLARS.findall(text)) % 2 == 0:  # else an amount of money
+    text = _DOLLARS.sub(' ', text)
+  text = _TEXT.sub(lambda m: _AND.sub(r'},\\text{', m[0]), text)
+  text = _AND.sub(',', text)
+  text = re.sub(r'\\text\{\s*(.*?)[\s.,;:]*\}', r'\\text{\1}', text)
+  text = text.replace(r'\text{}', ' ')
+  before = None
+  while text != before:
+    before, text = text, _CLOSING.sub('', text.strip())
+    if m := _AROUND.fullmatch(text):
+      text = m['a'] or m['b'] or m['c'] or ''
+    elif m := _TEXT.fullmatch(text):
+      text = m[1]
+  text = _REPEATING.sub(_fraction, text)
+  text = _SPACED.sub(lambda m: re.sub(r"[ ']", '', m[0]), text)
+  if not re.search(r'[(\[]|\\\{', text):  # else commas part elements
+    text = _COMMAS.sub(lambda m: m[0].replace(',', ''), text)
+    text = re.sub(r'^(-?0),(?=\d{3}$)', r'\1.', text)  # as the packages do
+  if _SIDE_BY_SIDE.search(text):
+    return ''
+  text = _WORDS.sub(_marked, text.replace('infinity', 'infty'))
+  return _SCALE.sub(lambda m: rf'\times {_SCALES[m[1]]}\text{{{m[2]}}}', text)
+
+
+def _fraction(m):
+  """A repeating decimal as a fraction."""
+  whole, first, period = m[1] or '0', m[2], m[3]
+  top = int(whole + first + period) - int(whole + first)
+  return rf'\frac{{{top}}}{{{(10 ** len(period) - 1) * 10 ** len(first)}}}'
+
+
+def _marked(m):
+  """Words as \\text, functions as commands."""
+  if m['name']:
+    return rf'\{m[0]} '
+  return rf'\text{{{m[0]}}}' if m['word'] else m[0]
+
+
+def _split(text, separator):
+  """The parts between separators that no bracket holds; none is empty."""
+  parts, depth, start = [], 0, 0
+  for m in re.finditer(r'\\(?:begin|end)\b|\\?[{}()\[\],;]', text):
+    if m[0] == separator and not depth:
+      parts.append(text[start : m.start()])
+      start = m.end()
+    elif m[0] == r'\begin' or m[0][-1] in '{([':
+      depth += 1
+    elif m[0] == r'\end' or m[0][-1] in '})]':
+      depth -= 1
+  return [part.strip() for part in (*parts, text[start:]) if part.strip()]
+
+
+def _signs(text):
+  """1 \\pm 2 as 1 + 2 and 1 - 2, unless it stands in a set."""
+  if re.match(r'(?:\\left\s*)?\\?\{', text):
+    return [text]
+  both = [
+    re.sub(r'\\pm(?![a-z])', one, re.sub(r'\\mp(?![a-z])', other, text))
+    for one, other in ('+-', '-+')
+  ]
+  return list(dict.fromkeys(both))
+
+
+# ---- One of the answers.
+
+_WORD = re.compile(rf'(?=.*{_LETTER}.*{_LETTER})(?:{_LETTER}|[ \'.,:!?()-])+')
+_SHORT = re.compile(rf'{_LETTER}{{2,3}}(?: +{_LETTER}{{1,3}})*')
+_PRODUCT = re.compile('[a-dw-z]+|[b-df-hj-np-tv-z]+')  # spell no word
+_GLUED = re.compile(r'[\w)}]\s*\\text\{|\\text\{[^{}]*\}\s*[\w\\({]')
+_BOLD = re.compile(r'\\(?:mathbf|mathit|mathsf|boldsymbol|bm)\s*\{(.)\}')
+_CLOCK = re.compile(
+  r'(\d{1,2})(?:\s*:\s*([0-5]\d)(?:\s*:\s*([0-5]\d))?)?\s*(?:([ap])\.?\s?m)?\.?',
+  re.IGNORECASE,
+)
+_NUMERAL = re.compile(r'(-?(?=[A-F]*\d)[\dA-F]+)\s*_\s*\{?\s*(\d+)\s*\}?')
+_MONEY = re.compile(r'(-?)\s*\\?\$\s*(.+)', re.DOTALL)
+_UNIT = r'(?:\\text\{[^{}]*\}|\^\\circ|\\?%)\s*(?:\^\s*\{?-?\d\}?)?'
+_MEASURED = re.compile(
+  rf'(.*?[\w)}}\]|!])\s*((?:(?:/|\\cdot)?\s*{_UNIT}\s*)+)', re.DOTALL
+)
+_ANGLE = re.compile(r'\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])')
+_LETTER_I = re.compile(r'(\\text\{[^{}]*\}|\\[A-Za-z]+|\w*_\{?\w*)|[iI]')
+_COUNTED_I = re.compile(r'_\s*\{\s*i\s*[=\\]')  # by a sum
+_NORMAL = latex.NormalizationConfig(
+  basic_latex=True, malformed_operators=True, nits=True, boxed='none'
+)
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _element(text):
+  """What it means; None if it is no mathematics."""
+  if m := _BOLD.fullmatch(text):
+    text = m[1]
+  if m := _TEXT.fullmatch(text):
+    if _WORD.fullmatch(m[1]):
+      return _word(m[1])
+    text = _WORDS.sub(_marked, m[1])
+  if _SHORT.fullmatch(text) and not _PRODUCT.fullmatch(text):
+    return _word(text)
+  if text in (r'\ldots', r'\dots', r'\cdots', '...'):
+    return _word('dots')
+  if m := _CLOCK.fullmatch(re.sub(r'\\text|[{}]', '', text)):
+    hour, *rest, half = m.groups(default='')
+    if int(hour) <= 24 and (rest[0] or half):
+      minute, second = (int(n or 0) for n in rest)
+      is_time = second or (half and minute) or not (half or minute)
+      value = None if is_time else sympy.Rational(int(hour), minute or 1)
+      return Clock(int(hour), (minute, second), half.lower(), value)
+  if m := _NUMERAL.fullmatch(text):
+    plain = m[1].strip('-').isdecimal()
+    value = sympy.Integer(m[1]) if plain else sympy.Symbol(m[1])
+    return Measured(value, sympy.Symbol(f'base {m[2]}'))
+  unit = None
+  if m := _MONEY.fullmatch(text):
+    text, unit = m[1] + m[2], _DOLLAR
+  angle = bool(_ANGLE.search(text))
+  m = _MEASURED.fullmatch(text)
+  if m and not (angle and 'circ' in m[2]):
+    text, unit = m[1], _unit(m[2])
+  value = None if _GLUED.search(text) else _formula(text, angle)
+  if value is None or unit is None:
+    return value
+  name = _named(value)
+  return Measured(name[1] if name else value, unit)
+
+
+def _word(text):
+  words = re.findall(rf'{_LETTER}+', text.casefold())
+  return sympy.Symbol(' '.join(words), real=True)
+
+
+def _formula(text, angle):
+  """The SymPy object of a formula; None if it has no value."""
+  numbers = _LETTER_I.sub(lambda m: m[1] or '{I}', text)
+  first = text if _COUNTED_I.search(text) else numbers
+  for attempt in dict.fromkeys((first, text)):
+    try:
+      value = latex.latex2sympy(
+        attempt,
+        is_real=True,
+        convert_degrees=angle,
+        normalization_config=_NORMAL,
+      )
+    except Exception:  # of the parser, anything
+      continue
+    if not isinstance(value, sympy.Basic | sympy.MatrixBase):
+      return None
+    return None if value.has(sympy.nan, sympy.zoo) else value
+  return None
+
+
+_TOKENS = re.compile(r'[A-Za-z]+|\^\s*\{?-?\d\}?|[/%]')
+_BASE = [units.meter, units.kilogram, units.second, units.ampere, units.kelvin]
+_PERCENT, _DOLLAR = sympy.symbols('percent dollar', positive=True)
+_OURS = {
+  '%': _PERCENT,
+  'percent': _PERCENT,
+  'percentage': _PERCENT,
+  'pct': _PERCENT,
+  'circ': units.degree,
+  'dollar': _DOLLAR,
+  'cent': _DOLLAR / 100,
+}
+
+
+def _unit(text):
+  """A product of units; None if one is not known."""
+  found, last, sign, power = sympy.S.One, None, 1, 1
+  for token in _TOKENS.findall(text.replace(r'\text', ' ')):
+    word = token.lower()
+    if word in ('/', 'per'):
+      sign = -1
+    elif word in ('square', 'sq', 'cubic', 'cu'):
+      power = 2 if word[0] == 's' else 3
+    elif token[0] == '^' and last is not None:
+      found *= last ** (int(token.strip('^{ }')) - 1)
+    elif word != 'cdot':
+      last = _known(token)
+      if last is None:
+        return None
+      last, power = last ** (sign * power), 1
+      found *= last
+  alone = found == units.degree or not found.has(units.degree)
+  return found if found != 1 and alone else None  # 20 degrees C
+
+
+def _known(name):
+  """SymPy's unit of this name, in any number."""
+  for one in (name, name.lower(), name.lower().removesuffix('s')):
+    unit = _OURS.get(one, getattr(units, one, None))
+    if isinstance(unit, units.Quantity | sympy.Symbol | sympy.Mul):
+      return unit
+  return None
+
+
+# ---- Equality.
+
+# Of a decimal and a number that has no finite one: six digits, rounded.
+_TOLERANCE = sympy.Rational(5, 10**6)
+_DIGITS = 50  # of irrational numbers, of which the last ten may be wrong
+_NOISE = sympy.Rational(1, 10**40)
+_ORDERED = sympy.Tuple | tuple
+_COMPARABLE = (
+  sympy.Set | sympy.logic.boolalg.Boolean,  # equations, inequalities
+  sympy.MatrixBase | sympy.MatrixExpr,
+)
+
+
+def _same(x, y) -> bool:
+  """Whether two parsed answers are one."""
+  if x is y:
+    return True
+  if isinstance(x, Clock) and isinstance(y, Clock):
+    if not (x.half or y.half):
+      return x == y
+    return x.rest == y.rest and not _hours(x).isdisjoint(_hours(y))
+  if isinstance(x, Clock) or isinstance(y, Clock):
+    x, y = (z.value if isinstance(z, Clock) else z for z in (x, y))
+    return x is not None and y is not None and _same(x, y)
+  if isinstance(x, Measured) and isinstance(y, Measured):
+    ratio = sympy.simplify(units.convert_to(x.unit / y.unit, _BASE))
+    return bool(ratio.is_number) and _same(
+      x.value if ratio == 1 else _exact(x.value) * ratio, y.value
+    )
+  if isinstance(x, Measured) or isinstance(y, Measured):
+    x, y = (y, x) if isinstance(y, Measured) else (x, y)
+    return _same(x.value, y) or (
+      x.unit == _PERCENT and _same(_exact(x.value) / 100, y)
+    )
+  p, q = _named(x), _named(y)
+  if p and q:
+    return _same(p[1], q[1]) if p[0] == q[0] else _verified(x, y)
+  if (p or q) and not (grader.is_relation(x) and grader.is_relation(y)):
+    return _same(p[1], y) if p else _same(x, q[1])
+  x, y = (list(z.args) if isinstance(z, sympy.FiniteSet) else z for z in (x, y))
+  if isinstance(x, list) or isinstance(y, list):
+    x, y = (z if isinstance(z, list) else [z] for z in (x, y))
+    return all(any(_same(p, q) for q in y) for p in x) and all(
+      any(_same(p, q) for p in x) for q in y
+    )
+  if isinstance(x, _ORDERED) or isinstance(y, _ORDERED):
+    x, y = (
+      (z.start, z.end)  # (1, 2) was taken for an interval
+      if isinstance(z, sympy.Interval) and z.left_open and z.right_open
+      else z
+      for z in (x, y)
+    )
+    return (
+      isinstance(x, _ORDERED)
+      and isinstance(y, _ORDERED)
+      and len(x) == len(y)
+      and all(map(_same, x, y))
+    )
+  if isinstance(x, sympy.Interval) and isinstance(y, sympy.Interval):
+    return (
+      (x.left_open, x.right_open) == (y.left_open, y.right_open)
+      and _same(x.start, y.start)
+      and _same(x.end, y.end)
+    )
+  if isinstance(x, sympy.MatrixBase) and isinstance(y, sympy.MatrixBase):
+    return x.shape == y.shape and all(map(_same, x.flat(), y.flat()))
+  if isinstance(x, sympy.Expr) and isinstance(y, sympy.Expr):
+    return _same_expression(x, y)
+  return any(
+    isinstance(x, kind) and isinstance(y, kind) for kind in _COMPARABLE
+  ) and _verified(x, y)
+
+
+def _hours(clock):
+  """The hours of the day that a time may mean."""
+  if clock.half:
+    return {clock.hour % 12 + 12 * (clock.half == 'p')}
+  return {(clock.hour + more) % 24 for more in (0, 12 * (clock.hour <= 12))}
+
+
+def _named(x):
+  """Returns (name, value) of x = 5, f(2) = 5 or 2 + 3 = 5; None of others."""
+  if not grader.is_equation(x):
+    return None
+  name = grader.take_first_relation(x).lhs
+  value = grader.take_last_relation(x).rhs
+  is_name = (
+    isinstance(name, AppliedUndef)
+    or (latex.is_expr_of_only_symbols(name) and not name.has(sympy.Add))
+    or not (name.free_symbols or value.free_symbols)
+  )
+  return (name, value) if is_name else None
+
+
+def _same_expression(x, y):
+  if x.is_Rational and y.is_Rational:
+    return x == y
+  a, b = _exact(x), _exact(y)
+  if a == b:
+    return True
+  if a.is_infinite or b.is_infinite:
+    return False
+  symbols = sorted(a.free_symbols | b.free_symbols, key=str)
+  if not symbols and 0 in (a, b):
+    return bool((a - b).equals(0))
+  # At one point they show that they differ, long before they are simplified.
+  point = {symbol: 3 * n + 5 for n, symbol in enumerate(symbols)}
+  gap = _gap(a.subs(point), b.subs(point))
+  if symbols or gap is None:
+    return (gap is None or bool(gap <= _NOISE)) and _verified(a, b)
+  if any(
+    z.has(sympy.Float) and _is_finite(c) and not _is_finite(d)
+    for z, c, d in ((x, a, b), (y, b, a))
+  ):
+    return bool(gap <= _TOLERANCE)
+  return not (a.is_Rational and b.is_Rational) and bool(gap <= _NOISE)
+
+
+def _exact(x):
+  """An expression without decimals, evaluated."""
+  x = _fractions(x)
+  try:
+    return x.doit()
+  except Exception:  # of SymPy, anything
+    return x
+
+
+def _fractions(x):
+  """An expression or set with decimals as fractions."""
+  return x.xreplace({f: sympy.Rational(str(f)) for f in x.atoms(sympy.Float)})
+
+
+def _is_finite(x):
+  """Whether a number can be written as a decimal."""
+  return x.is_Rational and 10 ** x.q.bit_length() % x.q == 0
+
+
+def _gap(p, q):
+  """The relative difference of two numbers; None if that says nothing."""
+  if not (p.is_Rational and q.is_Rational):
+    p, q = p.evalf(_DIGITS), q.evalf(_DIGITS)
+  size = sympy.Max(abs(p), abs(q))
+  if 0 in (p, q) or not (abs(p - q).is_comparable and size.is_comparable):
+    return None
+  return abs(p - q) / size
+
+
+def _verified(x, y):
+  """What math-verify says of equations, sets, and expressions of variables."""
+  x, y = (_fractions(z) if isinstance(z, sympy.Set) else z for z in (x, y))
+  if isinstance(x, sympy.Eq) and isinstance(y, sympy.Eq):
+    # It solves them, also in complex numbers, unless the symbols are real.
+    x, y = (
+      z.xreplace({s: sympy.Symbol(s.name) for s in z.free_symbols})
+      for z in (x, y)
+    )
+  return any(  # it allows the second more forms than the first
+    math_verify.verify(p, q, numeric_precision=100, timeout_seconds=None)
+    for p, q in ((x, y), (y, x))
+  )
