@@ -107,13 +107,12 @@ def test_a_schedule_goes_on_where_minibatches_fall_away(kind, rates):
   c.algorithm.minibatches = 4
   learner = Learner(c, parameters.model_config(c, 8), None)
   updater, learner._peak = learner.updater, 0.0
-  zeros = lambda: jax.tree.map(
-    lambda x: jnp.zeros(x.shape, x.dtype), updater.shapes
-  )
-  learner.start(zeros())
+  zeros = lambda x: np.zeros(x.shape, x.dtype)
+  learner.start(jax.tree.map(zeros, updater.shapes))
+  apply = jax.jit(lambda moments, params: updater.tx.update(params, moments))
 
   def step(state, mini, old, ref):
-    _, moments = updater.tx.update(zeros(), state.opt_state, state.params)
+    _, moments = apply(state.opt_state, state.params)
     return state._replace(opt_state=moments, step=state.step + 1), {}
 
   updater.step = step
