@@ -309,7 +309,7 @@ def continued(tok, begun, *scripts):
     ('<think>\n', 'hm</think><search>q</search>', ['think', 'search']),
     (
       'First:\n<think>So <search>',
-      'x</search> hm</think><search>q</search>',
+      'x</think><search>q</search>',
       ['think', 'search'],
     ),
     ('<think>hm</think>\n', '<search>q</search>', ['search']),

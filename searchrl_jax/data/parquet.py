@@ -72,7 +72,7 @@ def load(
       raise DataError(f'{path} after row {row}: damaged ({e})') from None
 
   filters = dict(source=source, hops=hops, split=split, n=n, seed=seed)
-  return checks.choose(checks.unique(rows(), path), path=path, **filters)
+  return checks.choose(rows(), path=path, **filters)
 
 
 def make(record: Mapping, where: str, row: int, prompt: str) -> Question:

@@ -182,12 +182,9 @@ class SearchEnv:
     parsed = trajectory.parsed
     if self not in parsed:
       asked = trajectory.question, self.prompt_mode
-      parsed[self] = parsing.blocks(
-        trajectory.segments,
-        self.template,
-        self.tokenizer,
-        begun=untrusted.begun(self.template, *asked),
-      )
+      begun = untrusted.begun(self.template, *asked)
+      made_of = trajectory.segments, self.template, self.tokenizer
+      parsed[self] = parsing.blocks(*made_of, None, begun)
     return parsed[self]
 
   def answer(self, trajectory: types.Trajectory) -> str | None:
