@@ -322,7 +322,8 @@ class RetrievalClient:
       async with asyncio.timeout(limit):
         response = await self._pool().request(call.method, url, **options)
     except proxies.ProxyError as error:
-      raise RetrievalError('unreachable', url, str(error)) from None
+      fix = 'A server on this machine needs no proxy.'
+      raise RetrievalError('unreachable', url, str(error), fix=fix) from None
     except TimeoutError as error:
       said = f'no answer within {limit:.3g} s{proxies.via(url)}'
       raise Failure('timeout', said) from error

@@ -60,8 +60,8 @@ def via(url: str) -> str:
   host = parts.hostname or ''
   if scheme is None or is_near(url) or urllib.request.proxy_bypass(host):
     return ''
-  fix = 'no_proxy lists hosts that need none'
-  return f', through the proxy {_named(scheme, proxies[scheme])}; {fix}'
+  named = _named(scheme, proxies[scheme])
+  return f', through the proxy {named} (hosts in no_proxy need none)'
 
 
 def _named(scheme: str, value: str) -> str:

@@ -24,6 +24,7 @@ from searchrl_jax.sources.chat import (
   Chat,
   ChatError,
   payload,
+  thinks,
   without_tags,
   without_thoughts,
 )
@@ -148,6 +149,8 @@ def read(reply: str) -> bool:
   word = word.strip('. ').lower() if isinstance(word, str) else ''
   if word not in VERDICTS:
     fix = 'take a model that replies with {"verdict": "correct"} or "incorrect"'
+    if reply.strip() and not without_thoughts(reply).strip():
+      fix = thinks('config.judge')
     raise ChatError('unusable', f'no verdict: {reply[:200]!r}; {fix}')
   return VERDICTS[word]
 

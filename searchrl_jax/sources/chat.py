@@ -71,6 +71,14 @@ def without_thoughts(text: str) -> str:
   return text[last.end() :] if last[0].startswith('</') else ''
 
 
+def thinks(where: str) -> str:
+  """What to do about replies of thoughts; where: the config of the model."""
+  return (
+    f'the model thinks: raise {where}.max_tokens, or switch thinking off in '
+    'its chat template'
+  )
+
+
 def without_tags(text: str) -> str:
   """Text in which no thought begins or ends, however a model repeats it."""
   return _THOUGHT.sub(' ', text)
@@ -146,23 +154,21 @@ class Chat:
       reply = await client.chat.completions.create(
         model=self._model, messages=list(messages), **options
       )
-      end, said, thinks = 'filtered', '', False  # some filters: no choice
+      end, said, thought = 'filtered', '', False  # some filters: no choice
       if reply.choices != []:
         end, said = reply.choices[0].finish_reason, reply.choices[0].message
         # Names under which servers with a parser of reasoning send it.
         names = ('reasoning_content', 'reasoning')
-        thinks = any(getattr(said, name, None) for name in names)
+        thought = any(getattr(said, name, None) for name in names)
         said = said.content
     text = without_thoughts(said) if isinstance(said, str) else ''
     if not text.strip() or end in _INCOMPLETE:
       what = f'within {max_tokens} tokens (finish_reason={end!r})'
       message = f'{self.url}: no complete reply {what}: {str(said)[:200]!r}'
-      fix = f'raise {self._where}.max_tokens'
-      if thinks or isinstance(said, str) and _THOUGHT.search(said):
-        off = 'switch thinking off in its chat template'
-        message += f'; the model thinks: {fix}, or {off}'
+      if thought or isinstance(said, str) and _THOUGHT.search(said):
+        message += f'; {thinks(self._where)}'
       elif end == 'length':
-        message += f'; {fix}'
+        message += f'; raise {self._where}.max_tokens'
       raise ChatError('unusable', message)
     return text
 

@@ -84,7 +84,7 @@ def answers(rng: random.Random, requests) -> list:
 
   found = []
   for r in requests:
-    if rng.random() < 0.02:
+    if rng.random() < 0.1:
       found.append(SearchError(r, 'timeout', 'late'))
     elif r.tool != 'search':
       found.append(SearchResult(r, (), text=attack()))

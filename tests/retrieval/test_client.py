@@ -248,7 +248,7 @@ def test_an_error_behind_a_proxy_names_it(proxy):
 
 
 @pytest.mark.parametrize(
-  'value', ['socks5://me:secret@h:9', 'gopher://h', 'http://[']
+  'value', ['socks5://me:secret@h:9', 'gopher://h', 'http://h:x']
 )
 def test_a_proxy_that_cannot_be_used_is_named(proxy, monkeypatch, value):
   monkeypatch.setitem(sys.modules, 'socksio', None)  # not installed

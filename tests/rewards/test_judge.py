@@ -202,6 +202,11 @@ def test_a_judge_that_thinks_too_long_is_told_how_to_be_allowed():
   assert [body['max_tokens'] for body in chats.asked] == [32] * 3 + [700]
 
 
+def test_thoughts_alone_are_told_from_another_reply():
+  with pytest.raises(ChatError, match='raise config.judge.max_tokens'):
+    judge.read('<think>\nOkay, let me')
+
+
 def test_an_answer_cannot_end_the_thoughts_of_the_judge():
   """A judge that repeats the answer, and no more."""
 
