@@ -266,14 +266,17 @@ def test_more_steps_continue_as_if_they_had_been_asked_for(whole, tmp_path):
 def test_what_a_config_names_by_path_is_compared_at_a_resume(url, tmp_path):
   config, folder = tiny.config(url), str(tmp_path / 'run')
   template = tmp_path / 'mine.json'
-  base = (prompts.TEMPLATES / 'base.json').read_text()
+  base = (prompts.TEMPLATES / f'{config.env.template}.json').read_text()
   template.write_text(base)
   asked = tmp_path / 'asked.jsonl'
   rows = [
     {'id': i, 'question': f'who {i} ?', 'golden_answers': ['drummer']}
     for i in range(4)
   ]
-  write = lambda rows: asked.write_text('\n'.join(map(json.dumps, rows)))
+
+  def write(rows):
+    asked.write_text('\n'.join(map(json.dumps, rows)))
+
   write(rows)
   config.env.template, config.train.steps = str(template), 1
   config.data.train = ConfigDict(
