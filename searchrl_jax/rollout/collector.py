@@ -219,7 +219,10 @@ def decode(data: bytes) -> Iterator[tuple[int, Trajectory]]:
   """Yields (step, trajectory) of what `encode` returned."""
   for record in records.read(data):
     t = record.trajectory
-    t.spent.update(t.meta.pop(_SPENT, {}))
+    meta = dict(t.meta)
+    spent = meta.pop(_SPENT, {})
+    t = dataclasses.replace(t, meta=meta)
+    t.spent.update(spent)
     yield record.step, t
 
 

@@ -148,8 +148,8 @@ def _keep_tokenizer(config, workdir: str, kept: pathlib.Path) -> None:
   if kept.exists() and remote.begun(workdir):
     return
   name = config.model.tokenizer or config.model.path
-  start = remote.local_run(config.train.init)
-  start = pathlib.Path(start) / records.TOKENIZER
+  init = pathlib.Path(remote.local_run(config.train.init))
+  start = init / records.TOKENIZER
   if config.train.init and start.exists():
     name = str(start)
   lookup.require(
