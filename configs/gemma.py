@@ -53,9 +53,10 @@ def get_config(arg=None):
   c = wiki_nq.get_config(f'model={a.model},size=small')
   c.name, c.seed = 'gemma', a.seed
   module = 'experiments.gemma.questions'
+  # Where no passage with the answer is found, all answers earn the same.
   c.data.train = ConfigDict(
     dict(
-      nq=dict(module=module, path='qa_train.jsonl.gz', part='train', short=True)
+      nq=dict(module=module, path='qa_train.jsonl.gz', part='train', found=True)
     )
   )
   c.data.eval = ConfigDict(

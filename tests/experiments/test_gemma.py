@@ -71,6 +71,19 @@ def test_parts_share_no_question(folder):
   assert len(drawn) == 5 and {*drawn} <= train
 
 
+def test_some_questions_do_not_find_their_passage(folder):
+  """'mayor' alone finds the shortest passage, which states no mayor."""
+  path = folder / 'qa_train.jsonl.gz'
+  lines = [json.loads(line) for line in gzip.open(path)]
+  lines[1]['question'] = 'who is the mayor'
+  with gzip.open(path, 'wt') as file:
+    file.writelines(json.dumps(line) + '\n' for line in lines)
+  short, found = (
+    {q.id for q in load(folder, **{way: True})} for way in ('short', 'found')
+  )
+  assert short - found == {'q1'} and found < short
+
+
 def test_a_corpus_of_other_questions_is_refused(folder):
   with gzip.open(folder / 'corpus.jsonl.gz', 'wt') as file:
     file.write(json.dumps({'id': 'x', 'contents': '"A"\nb'}) + '\n')
