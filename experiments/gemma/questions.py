@@ -27,17 +27,20 @@ WORDS, EARLY = 5, 60  # of an answer; words of a passage that hold it
 _QUERY_WORDS = 0.3  # share of good queries without the question's stop words
 
 
+read_corpus = functools.lru_cache(maxsize=2)(passages.read_corpus)
+
+
 @functools.lru_cache(maxsize=2)
 def texts(path: str) -> dict[str, str]:
   """The passages of a corpus by id."""
-  found = passages.read_corpus(path)
-  return dict(zip(found.ids, found.contents, strict=True))
+  corpus = read_corpus(path)
+  return dict(zip(corpus.ids, corpus.contents, strict=True))
 
 
 @functools.lru_cache(maxsize=2)
 def indexed(path: str) -> tuple[Sequence[str], bm25.BM25Index]:
   """The passages of a corpus and their index, with the service's settings."""
-  contents = passages.read_corpus(path).contents
+  contents = read_corpus(path).contents
   return contents, bm25.BM25Index(contents)
 
 
@@ -85,13 +88,14 @@ def load(
     tune = [zlib.crc32(q.id.encode()) % TUNE == 0 for q in asked]
     asked = [q for q, t in zip(asked, tune) if t == (part == 'tune')]
   place = str(pathlib.Path(folder) / corpus)
-  if short:
+  if short or found:
     every = texts(place)
     if not any(p in every for q in asked for p in q.supporting):
       raise DataError(
         f'{corpus} has none of the passages that support the questions of '
         f'{path}: give the corpus that belongs to them'
       )
+  if short:
     given = [[every[p] for p in q.supporting if p in every] for q in asked]
     asked = [q for q, own in zip(asked, given) if shown(q, early(own))]
   if found:

@@ -84,11 +84,12 @@ def test_some_questions_do_not_find_their_passage(folder):
   assert short - found == {'q1'} and found < short
 
 
-def test_a_corpus_of_other_questions_is_refused(folder):
+@pytest.mark.parametrize('way', ['short', 'found'])
+def test_a_corpus_of_other_questions_is_refused(folder, way):
   with gzip.open(folder / 'corpus.jsonl.gz', 'wt') as file:
     file.write(json.dumps({'id': 'x', 'contents': '"A"\nb'}) + '\n')
   with pytest.raises(DataError, match='none of the passages that support'):
-    load(folder, short=True)
+    load(folder, **{way: True})
 
 
 def traces(folder, **fields):
