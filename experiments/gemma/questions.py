@@ -88,9 +88,10 @@ def load(
     tune = [zlib.crc32(q.id.encode()) % TUNE == 0 for q in asked]
     asked = [q for q, t in zip(asked, tune) if t == (part == 'tune')]
   place = str(pathlib.Path(folder) / corpus)
-  if short or found:
+  named = [p for q in asked for p in q.supporting]
+  if short or (found and named):
     every = texts(place)
-    if not any(p in every for q in asked for p in q.supporting):
+    if not any(p in every for p in named):
       raise DataError(
         f'{corpus} has none of the passages that support the questions of '
         f'{path}: give the corpus that belongs to them'
