@@ -53,11 +53,11 @@ def get_config(arg=None):
   c = wiki_nq.get_config(f'model={a.model},size=small')
   c.name, c.seed = 'gemma', a.seed
   module = 'experiments.gemma.questions'
-  c.data.train = ConfigDict(
-    dict(
-      nq=dict(module=module, path='qa_train.jsonl.gz', part='train', short=True)
-    )
-  )
+  # Where no passage with the answer is found, few groups have a gradient
+  # (experiments/LOG.md).
+  asked = dict(module=module, path='qa_train.jsonl.gz', part='train')
+  asked |= dict(short=False, found=True)
+  c.data.train = ConfigDict(dict(nq=asked))
   c.data.eval = ConfigDict(
     dict(tune=dict(module=module, path='qa_train.jsonl.gz', part='tune', n=0))
   )

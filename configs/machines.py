@@ -91,8 +91,8 @@ def small(c) -> None:
   # Soon only some of the groups have answers of different rewards.
   c.rollout.questions, c.rollout.group = 16, 8
   c.algorithm.minibatches = 1
-  # Up to half of the groups, whose gradient is 0. The loss is a mean over the
-  # tokens that are left, so the others count for more.
+  # Groups whose gradient is 0: half of them at first, most of them later. The
+  # loss is a mean over the tokens that are left, so the others count for more.
   c.algorithm.drop_zero_variance = True
   c.algorithm.kl, c.algorithm.kl_coef = 'none', 0.0
   c.batch.lengths = (384,)

@@ -8,14 +8,12 @@ examples; they hold text of the data, so they are made where it is.
 
 from collections.abc import Sequence
 import dataclasses
-import functools
 import pathlib
 from typing import Any
 
 import numpy as np
 
 from experiments.gemma import questions
-from retrieval import bm25
 from retrieval import corpus as corpora
 from searchrl_jax.data.checks import DataError
 from searchrl_jax.data.core import Trace
@@ -40,13 +38,6 @@ _UNUSED = {
   'invalid': '\n',
   'last_turn': '',
 }
-
-
-@functools.lru_cache(maxsize=2)
-def found(corpus: str) -> tuple[corpora.Corpus, bm25.BM25Index]:
-  """A corpus and its index, with the service's settings."""
-  passages = corpora.read_corpus(corpus)
-  return passages, bm25.BM25Index(passages.contents)
 
 
 def behind(question: Question, contents: str) -> Question:
@@ -87,9 +78,7 @@ def load(
       q.id: next((p for p in q.supporting if p in every), '') for q in asked
     }
     return [behind(q, every.get(known[q.id], '')) for q in asked]
-  passages, index = found(place)
-  ids, _ = index.search([q.text for q in asked], 1)
-  return [behind(q, passages[int(i)].contents) for q, (i,) in zip(asked, ids)]
+  return [behind(q, x) for q, x in zip(asked, questions.best(asked, place))]
 
 
 def traces(

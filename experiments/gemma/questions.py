@@ -1,8 +1,8 @@
 """Natural Questions for a small pretrained model, and its warm starts.
 
 A data module. `load` takes parts of a file that share no question, and, if
-asked, only questions that a model can be rewarded for: the shortest answer is
-short and stands early in the passage that supports it. `traces` scripts warm
+asked, only questions whose shortest answer is short and stands early in the
+passage that supports them, or in the one that is found. `traces` scripts warm
 starts without thoughts, which cost such a model tokens and help it little:
 a search with the question, what was found, the answer in it.
 """
@@ -15,6 +15,7 @@ import zlib
 import numpy as np
 
 from experiments.search_r1.wiki_traces import content_words
+from retrieval import bm25
 from retrieval import corpus as passages
 from searchrl_jax.data import jsonl
 from searchrl_jax.data.checks import DataError
@@ -26,11 +27,28 @@ WORDS, EARLY = 5, 60  # of an answer; words of a passage that hold it
 _QUERY_WORDS = 0.3  # share of good queries without the question's stop words
 
 
+read_corpus = functools.lru_cache(maxsize=2)(passages.read_corpus)
+
+
 @functools.lru_cache(maxsize=2)
 def texts(path: str) -> dict[str, str]:
   """The passages of a corpus by id."""
-  found = passages.read_corpus(path)
-  return dict(zip(found.ids, found.contents, strict=True))
+  corpus = read_corpus(path)
+  return dict(zip(corpus.ids, corpus.contents, strict=True))
+
+
+@functools.lru_cache(maxsize=2)
+def indexed(path: str) -> tuple[Sequence[str], bm25.BM25Index]:
+  """The passages of a corpus and their index, with the service's settings."""
+  contents = read_corpus(path).contents
+  return contents, bm25.BM25Index(contents)
+
+
+def best(asked: Sequence[Question], path: str) -> list[str]:
+  """The passage of a corpus that is found first for each question."""
+  contents, index = indexed(path)
+  ids, _ = index.search([q.text for q in asked], 1)
+  return [contents[int(i)] if i >= 0 else '' for (i,) in ids]
 
 
 def load(
@@ -39,6 +57,7 @@ def load(
   source: str = 'nq*',
   part: str = '',
   short: bool = False,
+  found: bool = False,
   corpus: str = 'corpus.jsonl.gz',
   n: int = 0,
   seed: int = 0,
@@ -53,7 +72,8 @@ def load(
     part: 'train' or 'tune', which share no question; '' = all.
     short: only those whose shortest answer has at most WORDS words and occurs
       in the first EARLY words of a supporting passage.
-    corpus: the passages, for `short`.
+    found: the same of the passage that is found first for the question.
+    corpus: the passages, for `short` and `found`.
     n, seed: draws n of them; 0 = all.
     rest: those that the draw leaves, in place of those that it takes.
 
@@ -63,31 +83,38 @@ def load(
   """
   if part not in ('', 'train', 'tune'):
     raise DataError(f"part={part!r} is none of '', 'train', 'tune'")
-  found = jsonl.load(path, source=source)
+  asked = jsonl.load(path, source=source)
   if part:
-    tune = [zlib.crc32(q.id.encode()) % TUNE == 0 for q in found]
-    found = [q for q, t in zip(found, tune) if t == (part == 'tune')]
-  if short:
-    every = texts(str(pathlib.Path(folder) / corpus))
-    if not any(p in every for q in found for p in q.supporting):
+    tune = [zlib.crc32(q.id.encode()) % TUNE == 0 for q in asked]
+    asked = [q for q, t in zip(asked, tune) if t == (part == 'tune')]
+  place = str(pathlib.Path(folder) / corpus)
+  named = [p for q in asked for p in q.supporting]
+  if short or (found and named):
+    every = texts(place)
+    if not any(p in every for p in named):
       raise DataError(
         f'{corpus} has none of the passages that support the questions of '
         f'{path}: give the corpus that belongs to them'
       )
-    found = [q for q in found if shown(q, early(q, every))]
-  if not found:
+  if short:
+    given = [[every[p] for p in q.supporting if p in every] for q in asked]
+    asked = [q for q, own in zip(asked, given) if shown(q, early(own))]
+  if found:
+    asked = [
+      q for q, x in zip(asked, best(asked, place)) if shown(q, early([x]))
+    ]
+  if not asked:
     raise DataError(f'{path}: no question of source={source!r} is left')
   if n:
-    order = np.random.default_rng(seed).permutation(len(found))
+    order = np.random.default_rng(seed).permutation(len(asked))
     chosen = order[n:] if rest else order[:n]
-    found = [found[i] for i in sorted(chosen)]
-  return found
+    asked = [asked[i] for i in sorted(chosen)]
+  return asked
 
 
-def early(question: Question, every: dict[str, str]) -> str:
-  """The first EARLY words of each supporting passage."""
-  found = (every[p] for p in question.supporting if p in every)
-  return '\n'.join(' '.join(text.split()[:EARLY]) for text in found)
+def early(contents: Sequence[str]) -> str:
+  """The first EARLY words of each passage."""
+  return '\n'.join(' '.join(text.split()[:EARLY]) for text in contents)
 
 
 def shown(question: Question, text: str) -> str:

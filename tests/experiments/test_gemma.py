@@ -71,11 +71,33 @@ def test_parts_share_no_question(folder):
   assert len(drawn) == 5 and {*drawn} <= train
 
 
-def test_a_corpus_of_other_questions_is_refused(folder):
+def test_some_questions_do_not_find_their_passage(folder):
+  """'mayor' finds the shortest passage, which states none, and 'zzzz' none.
+
+  The answer to the latter stands in the last passage.
+  """
+  path = folder / 'qa_train.jsonl.gz'
+  lines = [json.loads(line) for line in gzip.open(path)]
+  lines[1]['question'] = 'who is the mayor'
+  lines[2] |= {
+    'question': 'zzzz',
+    'golden_answers': [f'John Gray{N - 1}'],
+    'supporting_ids': [str(N - 1)],
+  }
+  with gzip.open(path, 'wt') as file:
+    file.writelines(json.dumps(line) + '\n' for line in lines)
+  short, found = (
+    {q.id for q in load(folder, **{way: True})} for way in ('short', 'found')
+  )
+  assert short - found == {'q1', 'q2'} and found < short
+
+
+@pytest.mark.parametrize('way', ['short', 'found'])
+def test_a_corpus_of_other_questions_is_refused(folder, way):
   with gzip.open(folder / 'corpus.jsonl.gz', 'wt') as file:
     file.write(json.dumps({'id': 'x', 'contents': '"A"\nb'}) + '\n')
   with pytest.raises(DataError, match='none of the passages that support'):
-    load(folder, short=True)
+    load(folder, **{way: True})
 
 
 def traces(folder, **fields):
@@ -120,6 +142,23 @@ def test_every_arm_can_run(tmp_path):
   for name in ('closed_book.json', 'rag.json'):  # of `baselines.few_shot`
     shutil.copy(ROOT / 'experiments/gemma/rag.json', tmp_path / name)
   core.check(rows.get_sweep(f'model=small,made={tmp_path}'))
+
+
+def test_only_seed_0_has_the_long_evaluations(tmp_path, monkeypatch):
+  """Of the trained arms; what the others lack is no entry of the results."""
+  values = {'eval/em': 1.0}
+  monkeypatch.setattr(rows.evaluate, 'evaluate', lambda *_, **__: values)
+  monkeypatch.setattr(rows.data, 'resolve', lambda path, _: path)
+  sweep = rows.get_sweep('model=small')
+  for name in results.TRAINED:
+    arm = sweep.arm(name)
+    assert {*rows.POLICY, 'controls'} < {*arm.evaluations}
+    for evaluation, run in arm.evaluations.items():
+      assert run(arm.config(0), '', '') == values
+      both = evaluation in rows.POLICY
+      assert run(arm.config(1), '', '') == (values if both else {})
+  (tmp_path / 'values.json').write_text('{}')
+  assert results.entries(arm, '1', 'gold', tmp_path, set()) == []
 
 
 def test_a_gain_is_paired_by_question():
