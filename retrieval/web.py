@@ -45,8 +45,8 @@ _FETCHES = 16  # pages fetched at once
 # A process that has loaded these modules forks one process for each page. They
 # are the parser and what retrieval.server imports: multiprocessing runs the
 # main module in each process, which would import them again for each page.
-LOADED = """absl.app retrieval.app retrieval.served retrieval.web trafilatura
-  uvicorn.protocols.http.h11_impl""".split()
+LOADED = """absl.app retrieval.app retrieval.proxies retrieval.served
+  retrieval.web trafilatura uvicorn.protocols.http.h11_impl""".split()
 _FORKS = multiprocessing.get_context('forkserver')
 _FORKS.set_forkserver_preload(LOADED)
 

@@ -326,7 +326,7 @@ def made(name, kl, minibatches, epochs, dropped):
   with pytest.MonkeyPatch.context() as m:
     m.setattr(update, 'Updater', Programs)
     found = learner.Learner(c, parameters.model_config(c, 300), None)
-  found._state = found._critic_state = types.SimpleNamespace(params={}, step=0)
+  found._state = found._critic_state = update.TrainState({}, (), 0)
   found._peak = 0.0
   return c, found
 

@@ -18,7 +18,6 @@ from experiments.ttrl import mathematics
 
 TABLE = pathlib.Path(__file__).with_name('math500_pairs.tsv')
 _HEADER = ('answer', 'other', 'reason')
-_DATA = flags.DEFINE_string('data_dir', None, 'The folder of math500.json.')
 
 
 def read() -> list[tuple[str, str, str]]:
@@ -49,5 +48,6 @@ def main(argv):
 
 
 if __name__ == '__main__':
+  _DATA = flags.DEFINE_string('data_dir', None, 'The folder of math500.json.')
   flags.mark_flag_as_required('data_dir')
   app.run(main)

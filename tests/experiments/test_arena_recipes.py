@@ -85,8 +85,8 @@ def test_what_the_rows_are_evaluated_with(monkeypatch):
 
   monkeypatch.setattr(measure, '_values', values)
   monkeypatch.setattr(measure.evaluate, 'evaluate', evaluate)
-  monkeypatch.setattr(measure, 'of_training', lambda metrics: {})
-  run = types.SimpleNamespace(metrics={})
+  monkeypatch.setattr(measure, 'of_training', lambda *_: {})
+  run = types.SimpleNamespace(metrics={}, starts=[{}])
   monkeypatch.setattr(measure.read, 'run', lambda folder: run)
   monkeypatch.setattr(recipes.check, 'read', lambda run, asks: {'noise': 0.5})
   sweep = arms.get_sweep(recipes.PHASE)
