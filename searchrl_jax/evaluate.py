@@ -180,7 +180,8 @@ def asked(
     weights = parameters.digest(workdir, step)
     about |= {'--checkpoint': step, 'weights': weights}
   else:
-    about |= parameters.contents(config)
+    weights = records.digest(parameters.contents(config))
+    about |= {'--checkpoint': '', 'weights': weights}
   wanted = ledger.read_manifest(manifest) if manifest else None
   sets = data.load_sets(config.data.eval, config.data)
   if wanted:

@@ -48,6 +48,9 @@ from searchrl_jax.text import prompts
 from searchrl_jax.text.env import Done, Search, SearchEnv
 from searchrl_jax.text.untrusted import Part
 
+# Among the contents of a run (`Writer`).
+_TRACES = 'the traces: config.sft.data, and what config.source found for it'
+
 
 def turns(trace: data.Trace, template, recall=None):
   """A trace as (parts that the policy writes, passages it then reads or None).
@@ -305,7 +308,7 @@ def _sft(config, workdir: str) -> dict[str, float]:
     'sft',
     learner,
     limits=(c.steps, c.seconds, c.save_every),
-    contents=build.contents(config, {}) | {'config.sft.data': traces},
+    contents=build.contents(config, {}) | {_TRACES: traces},
   ) as run:
     run.searched(served)
     run.begin()

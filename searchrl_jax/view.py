@@ -22,6 +22,7 @@ import html
 import http.server
 import json
 import pathlib
+import re
 import secrets
 import threading
 import time
@@ -113,7 +114,8 @@ def write(
   _script(folder / LIVE, 'revision', revision)
   used = {INDEX, LIVE, *(f'{r["file"]}.js' for r in rows)}
   for path in folder.glob('*.js'):
-    if path.name not in used:  # of a page that was here before
+    # Of a page that was here before, not of one that a browser saved.
+    if path.name not in used and re.search(r'_\d+\.js$', path.name):
       path.unlink()
   text = PAGE.read_text('utf-8')
   text = text.replace('{{nonce}}', secrets.token_urlsafe(16))

@@ -139,6 +139,8 @@ def test_what_decides_an_evaluation_is_in_the_name_of_its_folder(
   name = lambda **how: evaluate.default_out(
     c, run, evaluate.asked(c, run, **how)
   )
+  # One folder cannot take a run and then another model.
+  assert {*evaluate.asked(c, run).about} == {*evaluate.asked(c, '').about}
   names = [name(), name(which='best'), name(with_controls=True)]
   assert name() == names[0] and 'evaluate_7_' in names[0]
   template.write_text(json.dumps(base | {'invalid': 'No.'}))

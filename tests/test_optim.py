@@ -99,11 +99,16 @@ def test_bad_fields(fields, message):
   'kind, rates',
   # 4 updates a step, 12 in all: 1 of the first step took place, none of the
   # second, 2 of the third.
-  [('linear', [1, 1, 1 - 9 / 12]), ('constant', [1, 1, 1])],
+  [
+    (('linear', 0), [1, 1, 1 - 9 / 12]),
+    (('linear', 3), [1 / 3, 1 / 3, 1]),  # a warm-up counts those that did
+    (('constant', 0), [1, 1, 1]),
+  ],
 )
 def test_a_schedule_goes_on_where_minibatches_fall_away(kind, rates):
   c = tiny.config()
-  c.optim.update(lr=1.0, schedule=kind)
+  schedule, warmup = kind
+  c.optim.update(lr=1.0, schedule=schedule, warmup=warmup)
   c.algorithm.minibatches = 4
   learner = Learner(c, parameters.model_config(c, 8), None)
   updater, learner._peak = learner.updater, 0.0

@@ -1,3 +1,4 @@
+from concurrent import futures
 import contextlib
 import dataclasses
 import errno
@@ -10,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 
 from ml_collections import ConfigDict
 import numpy as np
@@ -333,6 +335,23 @@ def test_a_folder_of_another_config(tmp_path):
   assert kept['optim']['lr'] == 1e-6
 
 
+def test_a_run_of_an_earlier_version_goes_on(tmp_path):
+  with open_writer(tmp_path) as w:
+    w.write(0, {'loss': 1.0})
+  before = json.loads((tmp_path / 'config.json').read_text())
+  for part, field in (('judge', 'max_tokens'), ('models', 'lora')):
+    del before[part][field]  # it was not there yet
+  records.write_json(tmp_path / 'config.json', before)
+  with open_writer(tmp_path, step=1) as w:
+    w.write(1, {'loss': 1.0})
+  other = config()
+  del before['judge']
+  records.write_json(tmp_path / 'config.json', before)
+  other.judge.max_tokens += 1
+  with pytest.raises(RunError, match='config.judge.max_tokens is 32 there'):
+    open_writer(tmp_path, other, step=2)
+
+
 def test_a_config_that_is_not_json_is_named(tmp_path):
   with open_writer(tmp_path) as w:
     w.write(0, {'loss': 1.0})
@@ -410,7 +429,26 @@ def test_two_processes_cannot_share_a_folder(tmp_path, monkeypatch, error):
   assert not records.in_use(tmp_path) and not (tmp_path / 'made').exists()
   with open_writer(tmp_path):
     make()  # by the process that has the folder
+    with futures.ThreadPoolExecutor() as threads:  # not by another of its runs
+      with pytest.raises(RunError, match='in use by another process; wait'):
+        threads.submit(open_writer, tmp_path).result()
   open_writer(tmp_path).close()
+
+
+def test_a_stage_that_waits_for_another_says_so(tmp_path, caplog):
+  with futures.ThreadPoolExecutor() as threads:
+
+    def wait():
+      with records.locked(tmp_path, wait=True):
+        return time.monotonic()
+
+    with records.locked(tmp_path):
+      second = threads.submit(wait)
+      while not caplog.messages:
+        time.sleep(0.01)
+      begin = time.monotonic()
+    assert second.result() > begin
+  assert 'in use by another process; wait for its end' in caplog.text
 
 
 def test_without_locks_another_machine_is_named(tmp_path, monkeypatch):
@@ -419,9 +457,10 @@ def test_without_locks_another_machine_is_named(tmp_path, monkeypatch):
 
   monkeypatch.setattr(fcntl, 'flock', flock)
   owner = tmp_path / '.owner'
-  owner.write_text('["elsewhere", 7]')
-  with pytest.raises(RunError, match=f'7 on elsewhere; .* remove {owner}'):
-    open_writer(tmp_path)
+  for text, who in (('["elsewhere", 7]', '7 on elsewhere'), ('', 'just begun')):
+    owner.write_text(text)
+    with pytest.raises(RunError, match=f'{who}; .* remove {owner}'):
+      open_writer(tmp_path)
   owner.unlink()
   open_writer(tmp_path).close()
   assert not owner.exists()
@@ -436,6 +475,11 @@ def test_a_folder_is_made_where_nothing_else_is(tmp_path):
   other = lambda x: (x / 'b').write_text('b')
   records.make(folder, other)
   assert (folder / 'b').read_text() == 'b' and not (folder / 'a').exists()
+  (folder / '.ipynb_checkpoints').mkdir()
+  (folder / '.ipynb_checkpoints' / 'b').write_text('of an editor')
+  records.make(folder, write)
+  (folder / 'a').unlink()  # a location keeps no empty folders, nor leftovers
+  records.make(folder, write)
   (folder / 'notes').write_text('mine')
   for _ in range(2):
     with pytest.raises(RunError, match='tokenizer is in the way: no run made'):
@@ -473,6 +517,9 @@ def test_other_contents_are_refused_by_name(tmp_path):
   # A start that failed claims nothing.
   (tmp_path / 'metrics.jsonl').write_text('')
   open_writer(tmp_path, contents={'config.env.template': 'a2'}).close()
+  with open_writer(tmp_path) as w:
+    w.write(0, {})
+  open_writer(tmp_path, contents={'config.env.template': 'a3'}).close()
 
 
 @pytest.mark.parametrize('schedule', ['constant', 'linear'])
@@ -497,6 +544,7 @@ def test_a_run_gets_more_steps_if_no_schedule_ends_with_them(
   c.train.steps = 2
   with pytest.raises(RunError, match='has done 4 steps: .*steps is 5 there'):
     open_writer(tmp_path, c, step=4, steps=2)
+  open_writer(tmp_path, c, step=4).close()  # of an evaluation
 
 
 @pytest.mark.parametrize('again', [False, True])

@@ -157,9 +157,11 @@ def of_training(metrics, starts: int = 1) -> dict[str, float]:
     if name.startswith('reward/') and name.endswith('/em')
   ]
   name = 'reward/em' if 'reward/em' in steps else [*matches, 'reward'][0]
-  rewards = steps[name].to_numpy()
+  # A step without a valid reward (NaN) says nothing.
+  rewards = steps[name].ffill().fillna(0.0).to_numpy()
   out = {}
-  if starts < 2 or 'rollout/earlier_tokens' in steps:
+  counted = steps.get('rollout/earlier_tokens')
+  if starts < 2 or (counted is not None and counted.notna().all()):
     out['run/sampled'] = float(steps['rollout/sampled_tokens'].sum())
   return out | {
     'run/collapse': float(collapse(rewards)),

@@ -92,10 +92,11 @@ def scheduled(opt_state) -> int:
 def move(config, opt_state, update: int):
   """The state of `make`, its schedule at this update of the run.
 
-  Updates that did not take place count for the schedule, not for Adam. A
-  constant rate stays where it is: its warm-up counts updates.
+  Updates that did not take place count for the schedule, not for Adam, nor for
+  the warm-up. A constant rate has nothing else.
   """
-  if config.schedule == 'constant' or scheduled(opt_state) == update:
+  done = scheduled(opt_state)
+  if config.schedule == 'constant' or done < config.warmup or done == update:
     return opt_state
 
   def moved(x):

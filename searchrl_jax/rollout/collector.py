@@ -22,7 +22,7 @@ from searchrl_jax.run import cluster, records
 from searchrl_jax.run.signals import Signals
 from searchrl_jax.types import Question, Trajectory
 
-_SPENT = 'spent'  # in the `meta` of encoded trajectories
+_SPENT = 'rollout.spent'  # in the `meta` of encoded trajectories
 # (question id, sample) -> trajectory that has ended.
 Ended = dict[tuple[str, int], Trajectory]
 

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import contextlib
 import functools
 import hashlib
-import json
 import logging
 import operator
 import pathlib
@@ -27,7 +26,6 @@ from searchrl_jax.run import (
   parameters,
   records,
   remote,
-  schema,
   sharding,
   writer,
 )
@@ -42,21 +40,15 @@ _SOURCES = 'searchrl_jax.sources'
 
 
 def load_config(workdir: str) -> ConfigDict:
-  """The resolved config that a run wrote into its folder.
-
-  Fields that were added to the schema since the run get their neutral value,
-  with which the run behaves as it did.
-  """
+  """The config that a run wrote into its folder; see `records.config`."""
   path = pathlib.Path(workdir) / 'config.json'
   lookup.require(
     path.exists(),
     f'--workdir={remote.place(workdir)} is no run folder: it has no '
     'config.json (a Hugging Face folder is a field of --config)',
   )
-  config = schema.base()
-  wrong = ValueError, TypeError, AttributeError  # no JSON, or of another type
-  with lookup.of(str(path), caught=wrong):
-    config.update(json.loads(path.read_text(), object_hook=records.tuples))
+  with lookup.of(str(path), caught=(ValueError, TypeError, AttributeError)):
+    config = records.config(path.read_text())
   if config.source.corpus == 'world':
     # The config defines the world. The server of the run has ended, or serves
     # its world although --config.data.world_seed may name another.
@@ -81,7 +73,9 @@ def contents(
     template = prompts.load(operator.attrgetter(field)(config))
     found[field] = template.digest[:16]
   for field, asked in questions.items():
-    found[field] = records.digest([[*vars(q).values()] for q in asked])
+    # Without fields that say nothing: later versions may have more.
+    filled = [{k: v for k, v in vars(q).items() if v} for q in asked]
+    found[field] = records.digest(filled)
   if config.source.module == simulated.SIMULATED:
     path = config.source.simulator.path
     found['source.simulator.path'] = path and parameters.digest(path)

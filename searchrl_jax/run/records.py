@@ -37,6 +37,7 @@ import functools
 import hashlib
 import io
 import json
+import logging
 import math
 import os
 import pathlib
@@ -44,6 +45,7 @@ import re
 import shutil
 import socket
 import tempfile
+import threading
 import time
 from typing import Any
 
@@ -54,14 +56,15 @@ import pyarrow.parquet as pq
 
 from retrieval import files
 from searchrl_jax import types
-from searchrl_jax.run import lookup
+from searchrl_jax.run import lookup, schema
 
 CHECKPOINTS, TOKENIZER = 'checkpoints', 'tokenizer'
 # Folders of trajectories: of training, evaluations and controls.
 PARTS = ('trajectories eval sampled shuffled random empty no_search').split()
 _STEP = re.compile(r'step_(\d{8})(_\w+)?\.parquet')
-_LOCK, _OWNER, _MADE = '.lock', '.owner', '.made'
-_held: dict[pathlib.Path, Any] = {}  # folder -> its lock file, of this process
+_LOCK, _OWNER, MADE = '.lock', '.owner', '.made'
+# Folder -> its lock file and the thread that has it, of this process.
+_held: dict[pathlib.Path, tuple[Any, int]] = {}
 UNREADABLE = (
   'it was cut off, or another version wrote it; environment.json names the '
   'commit that reads it'
@@ -103,36 +106,39 @@ def in_use(folder: os.PathLike | str) -> bool:
 def locked(folder: os.PathLike | str, wait: bool = False) -> Iterator[Any]:
   """Holds the lock of a folder, which is made if it is absent.
 
-  No other process has it meanwhile. What is called within the block takes part
-  in it: a command holds its folder before it reads or writes anything there.
-  The lock ends with the process, however that ends.
+  No other process or thread has it meanwhile. What is called within the block
+  takes part in it: a command holds its folder before it reads or writes
+  anything there. The lock ends with the process, however that ends.
 
-  wait: until another process that has it ends.
+  wait: until another one that has it ends, which a line of the log names.
 
   Yields:
     the open lock file.
 
   Raises:
-    RunError: another process has the folder, or it cannot be written to.
+    RunError: another one has the folder, or it cannot be written to.
   """
-  path = pathlib.Path(folder)
+  path, me = pathlib.Path(folder), threading.get_ident()
   name = path.resolve()
-  held = _held.get(name)
-  if held is not None and os.fstat(held.fileno()).st_nlink:
+  held, owner = _held.get(name, (None, me))
+  if held is not None and owner == me and os.fstat(held.fileno()).st_nlink:
     yield held
     return
   with contextlib.ExitStack() as stack:
     with explained(path):
       path.mkdir(parents=True, exist_ok=True)
       file = stack.enter_context(open(path / _LOCK, 'a'))
-      while said := _taken(file, path, stack):
-        require(wait, said)
+      said = ''
+      while used := _taken(file, path, stack):
+        require(wait, used)
+        if used != said:
+          logging.warning(said := used)
         time.sleep(0.2)
-    _held[name] = file
+    _held[name] = mine = file, me
     try:
       yield file
     finally:
-      if _held.get(name) is file:  # else it was removed, and made anew
+      if _held.get(name) is mine:  # else it was removed, and made anew
         del _held[name]
 
 
@@ -172,8 +178,10 @@ def _owner(folder: pathlib.Path) -> str:
   """Who has a folder without locks; '' if nobody has, or is known to live."""
   try:
     host, process = json.loads((folder / _OWNER).read_text())
-  except (OSError, ValueError, TypeError):
+  except OSError:
     return ''
+  except ValueError:  # it is being written
+    return 'a process that has just begun'
   if host == socket.gethostname():
     try:
       os.kill(process, 0)  # asks whether it lives
@@ -181,8 +189,8 @@ def _owner(folder: pathlib.Path) -> str:
       return ''
     except PermissionError:
       pass  # it does, and is another user's
-    if process == os.getpid():  # before a restart of the machine
-      return ''
+    if process == os.getpid() and folder.resolve() not in _held:
+      return ''  # of one before a restart of the machine
   return f'{process} on {host}'
 
 
@@ -242,6 +250,20 @@ def plain(value: Any) -> Any:
   return value if known else str(value)
 
 
+def config(text: str) -> ConfigDict:
+  """The config that a run wrote as JSON.
+
+  Fields that were added to the schema since the run get their neutral value,
+  with which the run behaves as it did.
+
+  Raises:
+    ValueError, TypeError, AttributeError: it is no JSON, or of another type.
+  """
+  found = schema.base()
+  found.update(json.loads(text, object_hook=tuples))
+  return found
+
+
 def tuples(fields: dict) -> dict:
   """An object of JSON with tuples for its lists, as configs write them."""
   return {k: tuple(v) if type(v) is list else v for k, v in fields.items()}
@@ -265,14 +287,23 @@ def digest(content: Any) -> str:
   that JSON holds; of a value of another type, the type counts alone."""
   found = hashlib.sha256()
   if isinstance(content, pathlib.Path):
-    for path in sorted(content.rglob('[!.]*')):
-      if path.is_file():
-        found.update(f'{path.relative_to(content)}\n'.encode())
-        found.update(path.read_bytes())
+    for path in _shown(content):
+      found.update(f'{path.relative_to(content)}\n'.encode())
+      found.update(path.read_bytes())
   else:
     text = json.dumps(content, skipkeys=True, default=_stable)
     found.update(text.encode())
   return found.hexdigest()[:16]
+
+
+def _shown(folder: pathlib.Path) -> list[pathlib.Path]:
+  """The files below a folder, without hidden ones and those of hidden folders.
+
+  What editors and notebooks leave (.ipynb_checkpoints) is no content.
+  """
+  found = ((path, path.relative_to(folder).parts) for path in folder.rglob('*'))
+  hidden = lambda parts: any(part.startswith('.') for part in parts)
+  return sorted(p for p, parts in found if p.is_file() and not hidden(parts))
 
 
 def _stable(value: Any) -> Any:
@@ -289,11 +320,12 @@ def _stable(value: Any) -> Any:
 def make(folder: pathlib.Path, write: Callable[[pathlib.Path], Any]) -> None:
   """Makes a folder by write(folder), instead of what an earlier call made.
 
-  Nothing is touched if it is there already, with the same content.
+  Nothing is touched if it is there already, with the same content. A folder
+  without files is nothing: an object store keeps none.
 
   Raises:
     RunError: something else is there, which is left as it is; another process
-      has the folder around it; or the disk.
+      has the folder that it is in; or the disk is full.
   """
   with explained(folder):
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -305,15 +337,18 @@ def make(folder: pathlib.Path, write: Callable[[pathlib.Path], Any]) -> None:
       if folder.exists() and digest(folder) == digest(part):
         return
       with locked(folder.parent):
-        if folder.exists():
-          mark = folder / _MADE
+        mark = folder / MADE
+        if folder.exists() and not _shown(folder):
+          mark.unlink(missing_ok=True)
+          folder.rmdir()
+        elif folder.exists():
           require(
             mark.exists() and mark.read_text() == digest(folder),
             f'{folder} is in the way: no run made it, or it was changed since. '
             'Move it to another place, or use another --workdir',
           )
           shutil.rmtree(folder)
-        (part / _MADE).write_text(digest(part))
+        (part / MADE).write_text(digest(part))
         part.rename(folder)
 
 

@@ -196,9 +196,15 @@ def _cache(kind: str, location: str) -> pathlib.Path:
 
 
 def _names(folder: pathlib.Path) -> list[str]:
-  """Of the files below a folder, without hidden ones."""
-  paths = (p for p in folder.rglob('*') if p.is_file() and p.name[0] != '.')
-  return sorted(p.relative_to(folder).as_posix() for p in paths)
+  """Of the files below a folder that belong to a location."""
+  paths = (p for p in folder.rglob('*') if p.is_file())
+  names = (p.relative_to(folder).as_posix() for p in paths)
+  return sorted(name for name in names if not _is_hidden(name))
+
+
+def _is_hidden(name: str) -> bool:
+  """Whether a file stays where it is: a lock, a part, a test of access."""
+  return '/.' in f'/{name}'.removesuffix(f'/{records.MADE}')
 
 
 def _prune(folder: pathlib.Path, drop: Callable[[str], bool]) -> None:
@@ -227,8 +233,8 @@ def _pull(
     base = root.rpartition('/')[0] if root in found else root
     for full, info in sorted(found.items()):
       name = full[len(base) :].strip('/')
-      if not name or '/.' in f'/{name}' or skip(name):
-        continue  # of a folder, or a test of another process
+      if not name or _is_hidden(name) or skip(name):
+        continue
       out.append(name)
       path = folder / name
       times = map(info.get, ('mtime', 'LastModified', 'created'))

@@ -82,7 +82,7 @@ def contents(sweep: Sweep, stage: str, workdir: pathlib.Path) -> dict[str, str]:
   key = json.dumps(records.plain(parts))
   if key not in _contents:
     found = {}
-    with contextlib.suppress(ValueError, OSError, RuntimeError):
+    with contextlib.suppress(ValueError, OSError, RuntimeError, ImportError):
       for field, named in sets.items():
         loaded = data.load_sets(named, config.data).values()
         found[field] = [q for questions in loaded for q in questions]

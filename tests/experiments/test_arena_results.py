@@ -212,6 +212,8 @@ def test_values_of_training_leave_out_the_first_evaluation():
   assert measure.of_training(metrics) == known
   # Each of several starts counted its own tokens, before they counted all.
   assert 'run/sampled' not in measure.of_training(metrics, starts=2)
+  metrics['rollout/earlier_tokens'] = [math.nan, math.nan, 0.0, 0.0]
+  assert 'run/sampled' not in measure.of_training(metrics, starts=2)
   metrics['rollout/earlier_tokens'] = 0.0
   assert measure.of_training(metrics, starts=2) == known
 
@@ -221,7 +223,7 @@ def test_values_of_training_leave_out_the_first_evaluation():
 )
 def test_collapse_is_of_exact_match_where_it_is_known(column, step):
   columns = ['reward', 'rollout/sampled_tokens', 'time/step', column]
-  rows = [[0.9, 1, 1.0, em] for em in (0.6, 0.6, 0.0, 0.0, 0.0, 0.0)]
+  rows = [[0.9, 1, 1.0, em] for em in (0.6, math.nan, 0.0, 0.0, math.nan, 0.0)]
   metrics = pd.DataFrame(rows, columns=columns)
   assert measure.of_training(metrics)['run/collapse'] == step
 

@@ -25,7 +25,9 @@ from tests import tiny
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 KILLS = 4
 # What depends on the time that things took.
-MEASURED = re.compile('^time/|seconds|per_second|in_flight|waiting_for|mfu')
+MEASURED = re.compile(
+  '^time/|seconds|per_second|in_flight|waiting_for|mfu|/earlier_'
+)
 
 
 def get_config(arg=None):
