@@ -97,8 +97,8 @@ def pytest_sessionfinish(session, exitstatus):
   left = [
     path
     for path in sorted(pathlib.Path(tempfile.gettempdir()).iterdir())
-    # Without workers, multiprocessing still has its own, until Python exits.
-    if not path.name.startswith((_COMPILED, 'pymp-'))
+    # Without workers, some libraries have theirs until Python exits.
+    if not re.match(rf'{_COMPILED}|pymp-|.*wandb-', path.name)
   ]
   # torch and vLLM, which the other suites run, keep caches there.
   ours = 'not parity' in session.config.option.markexpr
