@@ -10,9 +10,11 @@ formula, and decides where these packages (1.11.0, 0.9.0) are wrong:
   * Spaces: 1 234 is a product to them, and 1 4/5 is 4/5. Here separators of
     thousands and mixed numbers are read, and other numbers side by side are no
     answer.
+  * Unicode: they do not know 5², ½ and full-width digits, which are read here.
   * Letters: no = on, AB = BA, and 3t = 3 as t is a unit. Here a text of letters
     is a word, unless it may be a product of variables (xy), and a unit is a
-    word or an abbreviation behind a number.
+    word or an abbreviation behind a number. The m of 3 m is a unit only beside
+    one that is surely a unit (300 cm).
   * Order: (2, 1) = {1, 2}. Here a pair is no list of answers.
   * Equations: 2x + 3y = 5 is 5, and two without a real solution are one. Here
     only a name can be left out (x = 5, f(2) = 5).
@@ -20,13 +22,14 @@ formula, and decides where these packages (1.11.0, 0.9.0) are wrong:
     and bases are dropped, and i is a variable.
 
 A unit or the base of a numeral may be left out; where both texts have one, they
-have to agree (1 m = 100 cm), if SymPy knows the unit. 50% is both 50 and 0.5.
-So equality is not transitive.
+have to agree (1 m = 100 cm). What SymPy does not know as a unit agrees with the
+same word alone. 50% is both 50 and 0.5. So equality is not transitive.
 """
 
 import functools
 import re
 from typing import Any, NamedTuple
+import unicodedata
 
 import latex2sympy2_extended as latex
 from latex2sympy2_extended.math_normalization import extract_boxed_content
@@ -50,7 +53,7 @@ def equal(a: str, b: str) -> bool:
 
 
 class Measured(NamedTuple):
-  """A value with a unit that is known, or with the base of its numeral."""
+  """A value with its unit, or with the base of its numeral."""
 
   value: Any
   unit: sympy.Expr
@@ -75,15 +78,13 @@ def parse(text: str) -> Any:
   Raises:
     Exception: of any kind, from the parser.
   """
-  groups, unknown = [], set()
-  for group in _split(_cleaned(text), ';'):
-    parts = [sign for part in _split(group, ',') for sign in _signs(part)]
-    groups.append([_element(part) for part in parts])
-    tails = [m[2] for part in parts if (m := _MEASURED.fullmatch(part))]
-    unknown.update(tail for tail in tails if _unit(tail) is None)
+  groups = [
+    [_element(sign) for part in _split(group, ',') for sign in _signs(part)]
+    for group in _split(_cleaned(text), ';')
+  ]
   found = sum(groups, [])
-  if len(unknown) > 1 or any(value is None for value in found):
-    return None  # 3 apples and 4 pears
+  if any(value is None for value in found):
+    return None
   if len(groups) > 1 and min(map(len, groups)) > 1:
     return [tuple(group) for group in groups]  # x=1, y=2; x=3, y=4
   return found[0] if len(found) == 1 else found or None
@@ -91,28 +92,39 @@ def parse(text: str) -> Any:
 
 # ---- Text.
 
-_CHARACTERS = str.maketrans(
+_CHARACTERS = str.maketrans('−–‐÷。、٬’ʼ“”', '---/.,,\'\'""') | str.maketrans(
   {
     '±': r'\pm ',
-    '−': '-',
-    '–': '-',
     '×': r'\times ',
     '·': r'\cdot ',
-    '÷': '/',
     '√': r'\sqrt ',
-    '…': r'\ldots ',
-    '’': "'",
-    '“': '"',
-    '”': '"',
+    '∞': r'\infty ',
+    '∈': r'\in ',
   }
 )
 # In this order.
 _REWRITTEN = [
   (re.compile(pattern), new)
   for pattern, new in (
-    (r'\\!\s*|\\(?:display|text)style(?![A-Za-z])', ''),
-    (r'(?<!\\)\\[,;:> ]|\\q?quad(?![A-Za-z])|~|\s', ' '),
-    (r'\^\s*\{?\s*(?:°|\\circ|\\degree)\s*\}?|°|\\degree', r'^\\circ '),
+    (r'(\d+)\u2044(\d+)', r'\\frac{\1}{\2}'),  # a half, as NFKC writes it
+    (r'\\!\s*|\\(?:(?:display|text)style|neg[a-z]+space)(?![A-Za-z])', ''),
+    (
+      r'(?<!\\)\\[,;:> ]|\\[hm]space\*?\s*\{[^{}]*\}'
+      r'|\\(?:enskip|[a-z]*space)(?![A-Za-z])|~|\s',
+      ' ',
+    ),
+    (r'(?<=\d)(?: |\{ *\}){1,3}(?=\d)', ' '),
+    (r'\\q?quad(?![A-Za-z])', '  '),  # too wide to be inside a number
+    (r'\bper cent\b', 'percent'),
+    (r'\\varnothing(?![A-Za-z])|∅', r'\\emptyset '),
+    (r'(?<=[\w)])\*\*(-?\w+(?:\.\d+)?|\([^()]*\))', r'^{\1}'),
+    (
+      r'\\(math(?:bb|bf|it|rm)|vec|hat|bar|overline) +([A-Za-z])(?![A-Za-z])',
+      r'\\\1{\2}',
+    ),
+    (r'\\(?:math(?:it|sf)|boldsymbol|bm) *(?=\{)', r'\\mathbf'),
+    (r'(?:\^\s*\{?\s*(?:°|\\circ|\\degree)\s*\}?|°|\\degree)\s*', r'^\\circ '),
+    (r'(\{[^{}]*\^)\{(\d)\}(?=\s*\})', r'\1\2'),  # \text{cm^{2}}
     (
       r'\\(?:text(?:bf|it|rm|sf|tt|normal)?|mathrm|[mh]box)\s*\{([^{}]*)\}',
       r'\\text{\1}',
@@ -130,8 +142,11 @@ _REWRITTEN = [
       r'\1\\overline{\2}',
     ),
     # 0{,}5 is a decimal, 1{,}234 is not.
+    (r'\\math(?:ord|punct)\{,\}', '{,}'),
     (r'(?<![\d,}])(\d{4,}|0)\{,\}(\d)|(\d)\{,\}(?!\d{3}(?!\d))', r'\1\3.\2'),
-    (r'(\d)\{,\}(?=\d)', r'\1,'),
+    (r'(?<=\d)\{,\}(?=\d)', ''),
+    # The package drops it, so that \{1, 2, \ldots\} was \{1, 2\}.
+    (r'((?:^|[-+,{(\[]) *)(?:\.{3}|\\[lc]?dots(?![a-z]))', r'\1\\mathbf{dots}'),
     # Numbers of a program: 1e-05.
     (
       r'(?<![\w\\^{.])(\d+(?:\.\d*)?|\.\d+)[eE]([+-]?\d+)(?![\w.^({\\])',
@@ -142,7 +157,7 @@ _REWRITTEN = [
 _DOLLARS = re.compile(r'(?<!\\)\$')
 _TEXT = re.compile(r'\\text\{([^{}]*)\}')
 _AND = re.compile(r'(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])')
-_CLOSING = re.compile(r'(?<!\\right)(?:[\s.,;:]|\\\\)+$')
+_ENDS = re.compile(r'^(=|≈|\\approx(?![a-z]))|(?<!\\right)([\s.,;:?]|\\\\)+$')
 _AROUND = re.compile(
   r'\\\((?P<a>.*)\\\)|\\\[(?P<b>.*)\\\]|(?P<mark>\*+|"|\'|`+)(?P<c>.*)(?P=mark)',
   re.DOTALL,
@@ -150,10 +165,14 @@ _AROUND = re.compile(
 _REPEATING = re.compile(r'(\d*)\.(\d*)\s*\\(?:overline|bar)\s*\{?(\d+)\}?')
 _THOUSANDS = r'(?<![\d.,^_])(?!0)\d{{1,3}}(?:{0}\d{{3}})+(?!\d)'
 _SPACED = re.compile(
-  _THOUSANDS.format("[ ']") + r'|\.\d{3}(?: \d{3})* \d{1,3}(?!\d)'
+  _THOUSANDS.format(r"(?:[ ']|\\?_)") + r'|\.\d{3}(?: \d{3})* \d{1,3}(?!\d)'
 )
 _COMMAS = re.compile(_THOUSANDS.format(','))
-_SIDE_BY_SIDE = re.compile(r'(?:(?<![\d.^_])\d[\d.]*|\\circ) +\.?\d')
+# 12 34, 1.2.3, 1_000 as a base, and 0x1F, which is no product with x.
+_SIDE_BY_SIDE = re.compile(
+  r'(?:(?<![\d.^_])\d[\d.]*|\\circ) +\.?\d|\d\.\d+\.\d|\d *_ *\{? *\d{3}'
+  r'|(?<![\w.])0[xob][\da-fA-F]'
+)
 # Words among the symbols: of four letters or more, with their neighbours, and
 # short units behind a number. Commands and names of functions are none.
 _LETTER = r'[^\W\d_]'
@@ -167,8 +186,8 @@ _WORDS = re.compile(
   rf'|(?<!{_LETTER})(?P<word>(?:{_LETTER}{{2,}}[ \'.-]+)*'
   rf'(?![a-dw-z]+(?!{_LETTER})){_LETTER}{{4,}}(?:[ \'.-]+{_LETTER}+)*'
   r'|(?<=[\d}) ])(?:(?:k?m|cm|mi|ft)/(?:hr?|s(?:ec)?|min)|[cdkm]m|kg|m[lL]'
-  r'|ft|yd|in|lbs?|oz|hrs?|mins?|secs?|mph|pct|deg|rad'
-  r'|(?<=\d )[a-z]?[eou][a-z]))'
+  r'|ft|yd|in|lbs?|oz|hrs?|mins?|secs?|day|mph|pct|deg|rad'
+  r'|(?<=\d )[a-z]?[eou][a-z])|(?<=\\circ )[CF])'
   rf'(?!{_LETTER})'
 )
 _SCALES = {
@@ -188,6 +207,12 @@ def _cleaned(text):
   """Canonical LaTeX of an answer; empty if it is none."""
   if r'\boxed' in text or r'\fbox' in text:
     text = extract_boxed_content(text, 'all')
+  # NFKC drops what sets x², x₁, 1½ and ℝ apart.
+  text = re.sub('[¹²³⁰-ⁿ]+', r'^{\g<0>}', text)
+  text = re.sub('[₀-ₜ]+', r'_{\g<0>}', text)
+  text = re.sub('[ℂℕℚℝℤ]', r'\\mathbb{\g<0>}', text)
+  text = re.sub('(?=[¼-¾⅐-⅞])', ' ', text)
+  text = unicodedata.normalize('NFKC', text.replace('º', '°'))
   text = text.translate(_CHARACTERS)
   if r'\begin' not in text:  # a row's end
     text = re.sub(r'\\\\(?=[A-Za-z])', r'\\', text)
@@ -201,13 +226,13 @@ def _cleaned(text):
   text = text.replace(r'\text{}', ' ')
   before = None
   while text != before:
-    before, text = text, _CLOSING.sub('', text.strip())
+    before, text = text, _ENDS.sub('', text.strip())
     if m := _AROUND.fullmatch(text):
       text = m['a'] or m['b'] or m['c'] or ''
     elif m := _TEXT.fullmatch(text):
       text = m[1]
   text = _REPEATING.sub(_fraction, text)
-  text = _SPACED.sub(lambda m: re.sub(r"[ ']", '', m[0]), text)
+  text = _SPACED.sub(lambda m: re.sub(r"[ '\\_]", '', m[0]), text)
   if not re.search(r'[(\[]|\\\{', text):  # else commas part elements
     text = _COMMAS.sub(lambda m: m[0].replace(',', ''), text)
     text = re.sub(r'^(-?0),(?=\d{3}$)', r'\1.', text)  # as the packages do
@@ -262,12 +287,11 @@ _WORD = re.compile(rf'(?=.*{_LETTER}.*{_LETTER})(?:{_LETTER}|[ \'.,:!?()-])+')
 _SHORT = re.compile(rf'{_LETTER}{{2,3}}(?: +{_LETTER}{{1,3}})*')
 _PRODUCT = re.compile('[a-dw-z]+|[b-df-hj-np-tv-z]+')  # spell no word
 _GLUED = re.compile(r'[\w)}]\s*\\text\{|\\text\{[^{}]*\}\s*[\w\\({]')
-_BOLD = re.compile(r'\\(?:mathbf|mathit|mathsf|boldsymbol|bm)\s*\{(.)\}')
 _CLOCK = re.compile(
   r'(\d{1,2})(?:\s*:\s*([0-5]\d)(?:\s*:\s*([0-5]\d))?)?\s*(?:([ap])\.?\s?m)?\.?',
   re.IGNORECASE,
 )
-_NUMERAL = re.compile(r'(-?(?=[A-F]*\d)[\dA-F]+)\s*_\s*\{?\s*(\d+)\s*\}?')
+_NUMERAL = re.compile(r'(-?(?=[A-F]*\d)[\dA-F]+)\s*_\s*\{?\s*(\d\d?)\s*\}?')
 _MONEY = re.compile(r'(-?)\s*\\?\$\s*(.+)', re.DOTALL)
 _UNIT = r'(?:\\text\{[^{}]*\}|\^\\circ|\\?%)\s*(?:\^\s*\{?-?\d\}?)?'
 _MEASURED = re.compile(
@@ -284,16 +308,12 @@ _NORMAL = latex.NormalizationConfig(
 @functools.lru_cache(maxsize=1 << 14)
 def _element(text):
   """What it means; None if it is no mathematics."""
-  if m := _BOLD.fullmatch(text):
-    text = m[1]
   if m := _TEXT.fullmatch(text):
     if _WORD.fullmatch(m[1]):
       return _word(m[1])
     text = _WORDS.sub(_marked, m[1])
   if _SHORT.fullmatch(text) and not _PRODUCT.fullmatch(text):
     return _word(text)
-  if text in (r'\ldots', r'\dots', r'\cdots', '...'):
-    return _word('dots')
   if m := _CLOCK.fullmatch(re.sub(r'\\text|[{}]', '', text)):
     hour, *rest, half = m.groups(default='')
     if int(hour) <= 24 and (rest[0] or half):
@@ -309,6 +329,8 @@ def _element(text):
   if m := _MONEY.fullmatch(text):
     text, unit = m[1] + m[2], _DOLLAR
   angle = bool(_ANGLE.search(text))
+  if angle:
+    text = re.sub(r'\\text\{deg(?:rees?)?\}', r'^\\circ ', text)
   m = _MEASURED.fullmatch(text)
   if m and not (angle and 'circ' in m[2]):
     text, unit = m[1], _unit(m[2])
@@ -344,43 +366,44 @@ def _formula(text, angle):
   return None
 
 
-_TOKENS = re.compile(r'[A-Za-z]+|\^\s*\{?-?\d\}?|[/%]')
+_TOKENS = re.compile(rf'{_LETTER}+|\^\s*\{{?-?\d\}}?|[/%€£¥]')
 _BASE = [units.meter, units.kilogram, units.second, units.ampere, units.kelvin]
 _PERCENT, _DOLLAR = sympy.symbols('percent dollar', positive=True)
-_OURS = {
-  '%': _PERCENT,
-  'percent': _PERCENT,
-  'percentage': _PERCENT,
-  'pct': _PERCENT,
-  'circ': units.degree,
-  'dollar': _DOLLAR,
-  'cent': _DOLLAR / 100,
-}
+_OURS = {'percent': _PERCENT, 'dollar': _DOLLAR, 'cent': _DOLLAR / 100}
+_OURS |= {'mph': units.mile / units.hour, 'week': 7 * units.day}
+_NAMES = dict(
+  pair.split('=')
+  for pair in (
+    '%=percent percentage=percent pct=percent circ=degree in=inch oz=ounce '
+    'lb=pound sec=second min=minute hr=hour yr=year'
+  ).split()
+)
 
 
 def _unit(text):
-  """A product of units; None if one is not known."""
-  found, last, sign, power = sympy.S.One, None, 1, 1
+  """A product of units, and of words that are none; None if it says nothing."""
+  found, last, sign, power = sympy.S.One, sympy.S.One, 1, 1
   for token in _TOKENS.findall(text.replace(r'\text', ' ')):
+    if last == units.degree:
+      token = {'C': 'Celsius', 'F': 'Fahrenheit'}.get(token, token)
+    token = _NAMES.get(token.lower().removesuffix('s'), token)
     word = token.lower()
     if word in ('/', 'per'):
       sign = -1
     elif word in ('square', 'sq', 'cubic', 'cu'):
       power = 2 if word[0] == 's' else 3
-    elif token[0] == '^' and last is not None:
+    elif token[0] == '^':
       found *= last ** (int(token.strip('^{ }')) - 1)
-    elif word != 'cdot':
-      last = _known(token)
-      if last is None:
-        return None
+    elif word not in ('cdot', 'unit', 'units'):
+      last = _known(token) or sympy.Symbol(word.removesuffix('s'))
       last, power = last ** (sign * power), 1
       found *= last
-  alone = found == units.degree or not found.has(units.degree)
-  return found if found != 1 and alone else None  # 20 degrees C
+  return None if found == 1 else found
 
 
 def _known(name):
-  """SymPy's unit of this name, in any number."""
+  """SymPy's unit of this name, in any number; None if there is none."""
+  name = re.sub('(?<=met|lit)re', 'er', name)
   for one in (name, name.lower(), name.lower().removesuffix('s')):
     unit = _OURS.get(one, getattr(units, one, None))
     if isinstance(unit, units.Quantity | sympy.Symbol | sympy.Mul):
@@ -394,7 +417,8 @@ def _known(name):
 _TOLERANCE = sympy.Rational(5, 10**6)
 _DIGITS = 50  # of irrational numbers, of which the last ten may be wrong
 _NOISE = sympy.Rational(1, 10**40)
-_ORDERED = sympy.Tuple | tuple
+# Of two, the answer of the earlier kind is the first.
+_KINDS = (Clock, Measured, list, sympy.Tuple | tuple)
 _COMPARABLE = (
   sympy.Set | sympy.logic.boolalg.Boolean,  # equations, inequalities
   sympy.MatrixBase | sympy.MatrixExpr,
@@ -405,60 +429,62 @@ def _same(x, y) -> bool:
   """Whether two parsed answers are one."""
   if x is y:
     return True
-  if isinstance(x, Clock) and isinstance(y, Clock):
-    if not (x.half or y.half):
-      return x == y
-    return x.rest == y.rest and not _hours(x).isdisjoint(_hours(y))
-  if isinstance(x, Clock) or isinstance(y, Clock):
-    x, y = (z.value if isinstance(z, Clock) else z for z in (x, y))
-    return x is not None and y is not None and _same(x, y)
-  if isinstance(x, Measured) and isinstance(y, Measured):
-    ratio = sympy.simplify(units.convert_to(x.unit / y.unit, _BASE))
-    return bool(ratio.is_number) and _same(
-      x.value if ratio == 1 else _exact(x.value) * ratio, y.value
-    )
-  if isinstance(x, Measured) or isinstance(y, Measured):
-    x, y = (y, x) if isinstance(y, Measured) else (x, y)
-    return _same(x.value, y) or (
-      x.unit == _PERCENT and _same(_exact(x.value) / 100, y)
-    )
   p, q = _named(x), _named(y)
   if p and q:
     return _same(p[1], q[1]) if p[0] == q[0] else _verified(x, y)
   if (p or q) and not (grader.is_relation(x) and grader.is_relation(y)):
     return _same(p[1], y) if p else _same(x, q[1])
   x, y = (list(z.args) if isinstance(z, sympy.FiniteSet) else z for z in (x, y))
-  if isinstance(x, list) or isinstance(y, list):
-    x, y = (z if isinstance(z, list) else [z] for z in (x, y))
-    return all(any(_same(p, q) for q in y) for p in x) and all(
-      any(_same(p, q) for p in x) for q in y
-    )
-  if isinstance(x, _ORDERED) or isinstance(y, _ORDERED):
-    x, y = (
-      (z.start, z.end)  # (1, 2) was taken for an interval
-      if isinstance(z, sympy.Interval) and z.left_open and z.right_open
-      else z
-      for z in (x, y)
-    )
-    return (
-      isinstance(x, _ORDERED)
-      and isinstance(y, _ORDERED)
-      and len(x) == len(y)
-      and all(map(_same, x, y))
-    )
-  if isinstance(x, sympy.Interval) and isinstance(y, sympy.Interval):
-    return (
-      (x.left_open, x.right_open) == (y.left_open, y.right_open)
-      and _same(x.start, y.start)
-      and _same(x.end, y.end)
-    )
-  if isinstance(x, sympy.MatrixBase) and isinstance(y, sympy.MatrixBase):
-    return x.shape == y.shape and all(map(_same, x.flat(), y.flat()))
-  if isinstance(x, sympy.Expr) and isinstance(y, sympy.Expr):
-    return _same_expression(x, y)
+  x, y = sorted((x, y), key=lambda z: [not isinstance(z, k) for k in _KINDS])
+  match x, y:
+    case Clock(), Clock():
+      if not (x.half or y.half):
+        return x == y
+      return x.rest == y.rest and not _hours(x).isdisjoint(_hours(y))
+    case Clock(), _:
+      return x.value is not None and _same(x.value, y)
+    case Measured(), Measured():
+      ratio = sympy.simplify(units.convert_to(x.unit / y.unit, _BASE))
+      return bool(ratio.is_number) and _same(
+        x.value if ratio == 1 else _exact(x.value) * ratio, y.value
+      )
+    case Measured(), _:
+      return (
+        _same(x.value, y)
+        or (x.unit == _PERCENT and _same(_exact(x.value) / 100, y))
+        or ((letters := _lettered(y)) is not None and _same(x, letters))
+      )
+    case list(), _:
+      y = y if isinstance(y, list) else [y]
+      return all(any(_same(p, q) for q in y) for p in x) and all(
+        any(_same(p, q) for p in x) for q in y
+      )
+    case sympy.Tuple() | tuple(), sympy.Tuple() | tuple():
+      return len(x) == len(y) and all(map(_same, x, y))
+    case sympy.Tuple() | tuple(), sympy.Interval():
+      # (1, 2) was taken for an open interval.
+      return bool(y.left_open and y.right_open) and _same(x, (y.start, y.end))
+    case sympy.Interval(), sympy.Interval():
+      alike = (x.left_open, x.right_open) == (y.left_open, y.right_open)
+      return alike and _same(x.start, y.start) and _same(x.end, y.end)
+    case sympy.MatrixBase(), sympy.MatrixBase():
+      return x.shape == y.shape and all(map(_same, x.flat(), y.flat()))
+    case sympy.Expr(), sympy.Expr():
+      return _same_expression(x, y)
   return any(
     isinstance(x, kind) and isinstance(y, kind) for kind in _COMPARABLE
   ) and _verified(x, y)
+
+
+def _lettered(x):
+  """3 m as Measured, since its m may be a unit; None if it can be none."""
+  if not isinstance(x, sympy.Mul):
+    return None  # m alone is a variable
+  known = {symbol: _known(symbol.name) for symbol in x.free_symbols}
+  value, letters = _exact(x).as_independent(*known, as_Add=False)
+  if None in known.values() or letters.as_powers_dict().keys() - known.keys():
+    return None  # 3 x, or 3 (m + 1)
+  return Measured(value, letters.xreplace(known))
 
 
 def _hours(clock):

@@ -14,6 +14,11 @@ from searchrl_jax.rewards import equivalence
 pytestmark = pytest.mark.slow
 
 MATH = 'experiments.ttrl.mathematics.equal'
+# What stands between 1 and 234 in a number.
+SEPARATORS = (
+  r'\thinspace |\medspace |\thickspace |\negthinspace |\negmedspace |\enspace |'
+  r"\hspace{1mm}|\, |{\,}|{ }|{}|\mathord{,}|\mathpunct{,}|_|\_|'|٬"
+).split('|')
 
 
 @pytest.mark.parametrize(
@@ -41,10 +46,32 @@ MATH = 'experiments.ttrl.mathematics.equal'
     ('1 234 567.5', '1,234,567.5'),
     (r'12{,}345', r'12,\!345'),
     ('x = 1,234', '1234'),
+    *((f'1{mark}234', '1234') for mark in SEPARATORS),
+    ('1_000_000', '1000000'),
+    (r'(1{,}234, 5)', '(1234, 5)'),
     (r'3.141\,592', '3.141592'),
     ('0{,}5', '0.5'),
     ('1e3', '1000'),
     ('6.72e-05', '.0000672'),
+    ('5 million', '5000000'),
+    ('2**10', '1024'),
+    ('x**2', 'x^2'),
+    # Unicode.
+    ('√2', r'\sqrt{2}'),
+    ('2·3', '6'),
+    ('5²', '25'),
+    ('x²', 'x^2'),
+    ('3 × 10⁻⁸', r'3\times 10^{-8}'),
+    ('101₂', '101_2'),
+    ('½', '0.5'),
+    ('1½', '3/2'),
+    ('１／２', '0.5'),
+    ('＋5', '5'),
+    ('(−∞, 3)', r'(-\infty,3)'),
+    ('x ∈ ℝ', r'x \in \mathbb{R}'),
+    ('∅', r'\emptyset'),
+    ('9.8 m/s²', r'9.8\text{ m}/\text{s}^2'),
+    (r'5\text{ cm²}', '5 cm²'),
     # Decimals that do not end.
     (r'0.\overline{3}', r'\frac13'),
     (r'0.1\bar6', '1/6'),
@@ -63,8 +90,28 @@ MATH = 'experiments.ttrl.mathematics.equal'
     ('90 degrees', r'90^\circ'),
     ('90°', '90'),
     (r'20^\circ\text{C}', '20'),
+    (r'20^\circ\text{C}', '20°C'),
+    ('72 °F', '72 degrees Fahrenheit'),
     (r'\sin 30^\circ', '0.5'),
+    (r'\sin 30\text{ degrees}', '0.5'),
     ('50 percent', '0.5'),
+    ('20 per cent', r'20\%'),
+    ('$36$', r'36^\circ'),
+    ('$5', '500 cents'),
+    ('3 m', '300 cm'),
+    ('x = 3 m', '300 cm'),
+    ('3 m', r'3\text{ m}'),
+    ('5 metres', '5 m'),
+    ('3 g', '3 grams'),
+    ('1 kg', '1000 g'),
+    ('2 L', '2000 mL'),
+    ('100 km', '100000 m'),
+    ('5 cubic meters', '5 m^3'),
+    (r'12\text{ in}', r'1\text{ ft}'),
+    ('60 min', '1 h'),
+    ('1 day', '24 hours'),
+    ('1 week', '7 days'),
+    ('3 apples and 4 pears', '4 pears, 3 apples'),
     ('204_{5}', '204'),
     # Complex numbers.
     ('i^2', '-1'),
@@ -72,6 +119,7 @@ MATH = 'experiments.ttrl.mathematics.equal'
     ('(1+i)x', 'x + ix'),
     (r'e^{i\pi}', '-1'),
     (r'\sum_{i=1}^{3} i', '6'),
+    (r'3+4\text{i}', '3+4i'),
     # Times.
     ('2:30 pm', r'2\!:\!30\text{ p.m.}'),
     ('14:30', '2:30 PM'),
@@ -85,8 +133,22 @@ MATH = 'experiments.ttrl.mathematics.equal'
     ('A', '(A)'),
     ('A', r'\text{(A)}.'),
     ('A', r'\mathbf{A}'),
+    ('A', r'\boldsymbol{A}'),
+    # Other spellings of a formula.
+    ('sqrt(2)', r'\sqrt2'),
+    (r'\frac 1 2', '0.5'),
+    (r'(\pm1,2)', '(1,2),(-1,2)'),
+    (r'\varnothing', r'\emptyset'),
+    (r'\mathbb R', r'\mathbb{R}'),
+    (r'\vec v', r'\vec{v}'),
+    (r'\{1, 2, \dots\}', r'\{1,2,…\}'),
     # Closing punctuation and other dress.
     ('25.', '25'),
+    ('25?', '25'),
+    ('２５。', '25'),
+    ('= 25', '25'),
+    ('≈ 3.14', '3.14'),
+    (r'\approx3.14', '3.14'),
     (r'$\frac12$.', '0.5'),
     (r'\boxed{(2,1)}', '(2, 1),'),
     ('**73**', '73'),
@@ -121,6 +183,12 @@ def test_one_value_is_one_answer(a, b):
     # Spaces and letters.
     (r'1\,234', '235'),
     ('1 234 567', '802'),
+    *((f'1{mark}234', '235') for mark in SEPARATORS),
+    ('1_000_000', '1'),
+    ('10²', '102'),
+    ('1½', '11/2'),
+    ('101₂', '1012'),
+    ('ℝ', 'R'),
     ('no', 'on'),
     ('AB', 'BA'),
     ('II', '-1'),
@@ -134,9 +202,19 @@ def test_one_value_is_one_answer(a, b):
     ('(2,1)', r'\{1,2\}'),
     ('(1,234)', '1234'),
     ('[1,2]', '(1,2)'),
+    ('1, 2, …', '1, 2'),
+    (r'\{1, 2, \ldots\}', r'\{1, 2\}'),
+    (r'1+2+\cdots+n', 'n+3'),
     # Units, bases, times.
     ('12 inches', '12 cm'),
     (r'\$36', r'36^\circ'),
+    ('3 m', '3 cm'),
+    ('m', '1 meter'),
+    ('20°C', '20°F'),
+    ('7 weeks', '7 days'),
+    ('5 euros', '5 dollars'),
+    ('5 meters', '5 apples'),
+    ('3 apples and 4 pears', '4 apples and 3 pears'),
     ('40_9', '40_8'),
     ('1A3_{16}', '3A1_{16}'),
     ('2:30 pm', '2:30 am'),
@@ -163,8 +241,11 @@ def test_other_values_are_other_answers(a, b):
     '((((',
     '1/0',
     '12 34',
+    r'12\quad 345',
+    '1_0000',
+    '1.234.567',
+    '0x1F',
     'half of 4',
-    '3 apples and 4 pears',
   ],
 )
 def test_what_is_no_mathematics_says_nothing(text):
@@ -191,12 +272,14 @@ ANSWERS = (
   )
 )
 DRESS = st.sampled_from(
-  r'%s.|$%s$|\boxed{%s}| %s ,|\(%s\).|\displaystyle %s|**%s**'.split('|')
+  (
+    r'%s.|%s?|%s。|= %s|$%s$|\boxed{%s}| %s ,|\(%s\).|\displaystyle %s|**%s**'
+  ).split('|')
 )
 # No powers and factorials: what takes for ever is tested elsewhere.
-PIECES = [*'0123456789.,;:+-*/=<>_{}()[]|$%\'" abixyE\n°é\ud800'] + (
+PIECES = [*'0123456789.,;:+-*/=<>_{}()[]|$%\'" abixyE\n°é\ud800²₁½…∞＝'] + (
   r'\frac \sqrt \text{ \pm \, \left( \infty \overline{ \sin ^\circ \{ \cup '
-  'and cm even pm 10 1/2'
+  r'and cm even pm 10 1/2 ** \thinspace m'
 ).split()
 TEXTS = st.lists(st.sampled_from(PIECES), max_size=8).map(''.join)
 
@@ -306,7 +389,7 @@ def test_every_golden_answer_of_math_500_is_itself(data_dir):
   wrong = [
     (gold, dress)
     for gold in golds
-    for dress in ('%s', '%s.', r'\boxed{%s}')
+    for dress in ('%s', '%s.', '%s。', '= %s', r'\boxed{%s}')
     if not equivalence.correct(dress % gold, [gold], MATH)
   ]
   assert wrong == [] and len(golds) == 500
