@@ -272,7 +272,7 @@ def _check_known(hf: Mapping[str, Any], name: str, used: Iterable[str]) -> None:
   kinds = ['ForCausalLM', 'Model', 'TextModel', 'ForConditionalGeneration']
   classes = {f'{own}{kind}'.lower() for kind in kinds}
   listed = hf.get('architectures') or []
-  for found in listed if isinstance(listed, list) else [listed]:
+  for found in listed if isinstance(listed, (list, tuple)) else [listed]:
     # FSDP's wrapper names a class of its own.
     good = str(found).removeprefix('FSDP').lower() in classes
     _require(good, f'architectures={found!r}', f'{own}ForCausalLM')
