@@ -3,14 +3,14 @@
 There are two ways to part text into words:
 
   words    runs of letters and digits
-  scripts  the same, with three differences. In scripts without spaces between
+  scripts  the same, with two differences. In scripts without spaces between
            words, each letter and each pair of letters is a word (Savoy, 2005:
            both together find most in Chinese and Japanese). A combining mark
-           belongs to its letter. Unicode forms do not matter: text is composed
-           (NFC), and full-width characters are the usual ones.
+           belongs to its letter.
 
-An index is built with the first unless its passages need the second
-(`choose`), so that English ones have the same terms as ever.
+Unicode forms do not matter (`files.composed`). An index is built with the first
+unless its passages need the second (`choose`), so that English ones have the
+same terms as ever.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,7 +24,7 @@ import unicodedata
 
 import Stemmer
 
-from retrieval.files import require_one_of
+from retrieval.files import composed, require_one_of
 
 
 @contextlib.contextmanager
@@ -57,31 +57,19 @@ STEMMERS = ('none', *Stemmer.algorithms())
 KINDS = WORDS, SCRIPTS = 'words', 'scripts'
 
 # Letters of scripts without spaces between words, and of Korean, whose words
-# have particles: Thai, Lao, Myanmar, Khmer, Han and kana, Hangul.
+# have particles: Thai, Lao, Myanmar, Khmer, Han, kana and Bopomofo, Yi, Hangul.
 _UNSPACED = (
   '\u0e01-\u0e3a\u0e40-\u0e4e\u0e80-\u0ecf\u0edc-\u0edf'
   '\u1000-\u103f\u1050-\u108f\u109a-\u109f\u1780-\u17d3\u17d7\u17dc\u17dd'
   '\u3005-\u3007\u3041-\u3096\u309d-\u309f\u30a1-\u30fa\u30fc-\u30ff'
-  '\u31f0-\u31ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\uac00-\ud7a3'
-  '\U00020000-\U000323af'
+  '\u3105-\u312f\u31a0-\u31bf\u31f0-\u31ff\u3400-\u4dbf\u4e00-\u9fff'
+  '\ua000-\ua48c\uf900-\ufaff\uac00-\ud7a3\U00020000-\U000323af'
 )
-_WIDE = '\uff01-\uffee'  # full-width and half-width forms
 # Soft hyphen, joiners, variation selectors.
 _UNSEEN = re.compile(
   '[\u00ad\u200c\u200d\u2060\ufe00-\ufe0f\U000e0100-\U000e01ef]'
 )
 _SAMPLE = 10_000  # passages, at least, by which an analyzer is chosen
-
-
-def composed(text: str) -> str:
-  """Text in NFC, in which full-width and half-width forms are the usual ones.
-
-  Not NFKC, which joins "x™" to "xTM" and makes "1½" two words.
-  """
-  if not text.isascii():
-    usual = lambda match: unicodedata.normalize('NFKC', match[0])
-    text = re.sub(f'[{_WIDE}]+', usual, text)
-  return unicodedata.normalize('NFC', text)
 
 
 def _prepared(text: str) -> str:
@@ -99,7 +87,7 @@ def _patterns() -> tuple[re.Pattern, re.Pattern, re.Pattern]:
   marks = ''.join(c for c in every if unicodedata.category(c) in ('Mn', 'Mc'))
   letter = f'[{_UNSPACED}][{marks}]*'
   run = f'((?:{letter})+)|(?:[^\\W{_UNSPACED}][{marks}]*)+'
-  needs = f'[{_UNSPACED}{_WIDE}{marks}]'
+  needs = f'[{_UNSPACED}{marks}]'
   return re.compile(letter), re.compile(run), re.compile(needs)
 
 
@@ -107,8 +95,7 @@ def needs_scripts(text: str) -> bool:
   """Whether `WORDS` would not find many of its words."""
   if text.isascii():
     return False
-  if not unicodedata.is_normalized('NFC', text):
-    return True
+  text = composed(text)
   return 5 * len(_patterns()[2].findall(text)) >= len(text)
 
 
@@ -158,7 +145,7 @@ class Analyzer:
   def words(self, text: str) -> list[str]:
     """The words of `text` in lower case, with repetitions."""
     if self.kind == WORDS:
-      return WORD.findall(text.lower())
+      return WORD.findall(composed(text).lower())
     letter, run, _ = _patterns()
     out: list[str] = []
     for match in run.finditer(_prepared(text)):
@@ -179,7 +166,8 @@ class Analyzer:
     """The (start, end) of what of `text` has a term in `terms`, in order."""
     if self.kind == WORDS:
       found = WORD.finditer(text)
-      return [word.span() for word in found if self.term(word[0]) in terms]
+      found = ((word.span(), composed(word[0])) for word in found)
+      return [span for span, word in found if self.term(word) in terms]
     letter, run, _ = _patterns()
     out: list[tuple[int, int]] = []
     for match in run.finditer(text):

@@ -46,7 +46,6 @@ from retrieval.analyzer import (
   WORDS,
   Analyzer,
   choose,
-  composed,
   needs_scripts,
 )
 from retrieval.core import Ranked, check_k, no_results
@@ -205,7 +204,6 @@ class BM25Index:
     found = [[None] * len(shards) for _ in queries]
     add = _add.py_func if self._count <= _TINY else _add
     with stage('search'):
-      queries = [composed(query) for query in queries]
       asked = [self._postings(query) for query in queries]
       for query, (edges, _) in zip(queries, asked):
         if not len(edges):

@@ -55,7 +55,9 @@ _FIX[403] = (
   'Use a name that the server accepts, such as 127.0.0.1 on its machine, or '
   'start it with --allow_host=NAME.'
 )
-_TEXTS = ('contents', 'content', 'text')  # fields of a document
+# Fields of a document.
+_TEXTS = ('contents', 'content', 'text')
+_IDS = ('id', '_id', 'docid', 'doc_id')
 # Reading the certificates takes 20 ms, which each event loop would spend again.
 _tls = functools.cache(httpx.create_ssl_context)
 
@@ -296,9 +298,12 @@ class RetrievalClient:
         # it will refuse the query.
         silent = 'version' in said and 'identity' not in said
       except RetrievalError as error:
-        if error.kind != 'rejected':
+        # /health is not part of Search-R1's protocol, and others have another.
+        # Beside a server that says what it serves, a bad answer may pass.
+        other = error.kind == 'bad_response' and not self._replicas.served
+        if not other and error.kind != 'rejected':
           raise
-        said = {}  # /health is not part of Search-R1's protocol
+        said = {}
       if not silent:
         self._learn(replica, said.get('identity'))
       left = end - self._clock()
@@ -388,14 +393,16 @@ def _hit(item: Any, where: str) -> Hit:
   """Checks a passage.
 
   Servers of others leave out the document around it, its score or its id, which
-  is then a hash, name its text otherwise, or have its title beside it.
+  is then a hash, name its text or id otherwise, or have its title beside it.
   """
   fields = item if isinstance(item, dict) else {'document': item}
   document = fields.get('document', item)
   if isinstance(document, str):
     document = {'contents': document}
-  contents, name = _contents(document, where), document.get('id')
-  if name is None or name == '':
+  contents = _contents(document, where)
+  given = (document.get(field) for field in _IDS)
+  name = next((value for value in given if value not in (None, '')), None)
+  if name is None:
     digest = hashlib.sha256(contents.encode('utf-8', 'surrogatepass'))
     name = f'sha256:{digest.hexdigest()[:16]}'
   if type(name) is int:
@@ -414,12 +421,12 @@ def _contents(document: Any, where: str) -> str:
     listed = shown(', '.join(map(repr, fields)) or 'no field')
     wanted = ', '.join(map(repr, _TEXTS))
     raise ValueError(f'{where} has no text in {wanted}; it has {listed}')
-  title = fields.get('title')
+  title, text = fields.get('title'), next(filter(str.strip, texts), texts[0])
   if title is None:
-    return texts[0]
-  if not isinstance(title, str):
+    return text
+  if type(title) not in (str, int):
     raise ValueError(f"{where}: 'title' is no string")
-  return titled(title, texts[0])
+  return titled(str(title), text)
 
 
 def _score(value: Any, where: str) -> float | None:

@@ -23,7 +23,6 @@ import os
 import shlex
 import tarfile
 from typing import Any
-import unicodedata
 
 import numpy as np
 
@@ -86,7 +85,7 @@ def titled(title: str, contents: str) -> str:
 
   Line breaks in the title become spaces, because a title is one line.
   """
-  line = lambda text: unicodedata.normalize('NFC', ' '.join(text.split()))
+  line = lambda text: files.composed(' '.join(text.split()))
   title = _unquoted(' '.join(title.split()))
   if not title or line(split_contents(contents)[0]) == line(title):
     return contents
@@ -302,13 +301,11 @@ def _parse(line: bytes, where: str) -> Document:
   try:
     record = json.loads(line.decode('utf-8'))
   except (ValueError, RecursionError) as error:
-    fix = _other_format(line) or 'Write one JSON object per line.'
-    if isinstance(error, UnicodeDecodeError):
-      fix = 'Convert the file to UTF-8 (iconv), or unpack it if it is packed.'
+    fix = other_format(line) or 'Write one JSON object per line.'
     raise CorpusError(f'{where}: not JSON: {error}. {fix}') from None
   if not isinstance(record, dict):
     kind = type(record).__name__
-    fix = _other_format(line) or 'Write {"id": ..., "contents": ...}.'
+    fix = other_format(line) or 'Write {"id": ..., "contents": ...}.'
     raise CorpusError(f'{where}: a JSON {kind}, not an object. {fix}')
   doc = _document(record, where)
   if b'\\u' in line:  # only an escape can produce an unpaired surrogate
@@ -318,9 +315,11 @@ def _parse(line: bytes, where: str) -> Document:
   return doc
 
 
-def _other_format(line: bytes) -> str:
+def other_format(line: bytes) -> str:
   """How to convert what this line looks like a part of; '' for JSONL."""
   head = line.strip()
+  if b'\0' in head or head.decode('utf-8', 'ignore').encode() != head:
+    return 'Convert the file to UTF-8 (iconv), or unpack it if it is packed.'
   if head.startswith(b'['):
     return 'Of a JSON array, write the objects: jq -c ".[]" FILE > OUT.'
   if head.startswith(b'{') and head.endswith((b'{', b'[', b',')):

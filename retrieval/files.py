@@ -15,9 +15,11 @@ import json
 import lzma
 import os
 import pathlib
+import re
 import shutil
 import sys
 from typing import Any, BinaryIO, TextIO
+import unicodedata
 import zlib
 
 import tqdm
@@ -27,6 +29,7 @@ PathLike = str | os.PathLike
 DAMAGED = (EOFError, OSError, zlib.error, lzma.LZMAError)
 BLOCK = 1 << 24  # bytes read or written at once
 _PIECE = 1 << 16  # bytes of each sampled piece
+_WIDE = re.compile('[\uff01-\uffee]+')  # full-width and half-width forms
 
 
 class FilesError(RuntimeError):
@@ -49,6 +52,18 @@ def convert(caught: Any, kind: type[Exception], message: str) -> Iterator[None]:
 def printable(text: str) -> str:
   """Text that may hold escape sequences, for a terminal or a log."""
   return ''.join(c if c.isprintable() or c == '\n' else '?' for c in text)
+
+
+def composed(text: str) -> str:
+  """Text in NFC, in which full-width and half-width forms are the usual ones.
+
+  Answers and words are compared in it. Not NFKC, in which "10\u2075" is "105",
+  "x\u2122" is "xTM", and "1\u00bd" is two words.
+  """
+  if text.isascii():
+    return text
+  usual = lambda match: unicodedata.normalize('NFKC', match[0])
+  return unicodedata.normalize('NFC', _WIDE.sub(usual, text))
 
 
 def shown(text: str, size: int = 200) -> str:
@@ -177,6 +192,7 @@ _PACKED = {  # first bytes -> name, and what unpacks it
   b'\x1f\x8b': ('gzip', gzip.open),
   b'BZh': ('bzip2', bz2.open),
   b'\xfd7zXZ\0': ('xz', lzma.open),
+  b']\0\0': ('lzma', lzma.open),
   b'\x28\xb5\x2f\xfd': ('Zstandard', _zstandard),
 }
 

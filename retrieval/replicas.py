@@ -111,7 +111,7 @@ class Replicas:
     """
     # A single server has nothing to differ from at first.
     self.all = [Replica(_checked_url(u), known=len(urls) == 1) for u in urls]
-    self._served: tuple[str, Any] | None = None  # the first (URL, identity)
+    self.served: tuple[str, Any] | None = None  # the first (URL, identity)
     self._hash: tuple[str, str] | None = None  # the first (URL, identity hash)
     self._failures, self._cooldown_s = failures, cooldown_s
     self._random, self._clock, self._turn = rng, clock, 0
@@ -202,14 +202,14 @@ class Replicas:
     identity: of its /health; None if it has none, like Search-R1's servers. It
       is then equal to others without one.
     """
-    if self._served is None and identity is not None:
+    if self.served is None and identity is not None:
       self.compare(replica, identity_hash(identity))
       if replica.differs:
         return
-      self._served = replica.url, identity
+      self.served = replica.url, identity
       for other in self.all:  # those without an identity
         other.known = False
-    url, served = self._served or (replica.url, None)
+    url, served = self.served or (replica.url, None)
     differ = files.differences({'identity': served}, {'identity': identity})
     replica.known = not differ
     if differ:
@@ -233,7 +233,7 @@ class Replicas:
     replica.problem = failure
     # An unreachable server may be another one when it is back.
     if failure.kind == 'unreachable' or replica.failures >= self._failures:
-      replica.known = len(self.all) == 1 and self._served is None
+      replica.known = len(self.all) == 1 and self.served is None
     # Of requests in flight together, only one opens the circuit.
     above = replica.failures - self._failures
     if above == 0 or probe and above > 0:

@@ -38,7 +38,14 @@ from searchrl_jax.engines.weights import sync
 from searchrl_jax.learn import checks, dryrun
 from searchrl_jax.learn.learner import Learner
 from searchrl_jax.rewards import judge as judges
-from searchrl_jax.run import build, command, lookup, parameters, progress
+from searchrl_jax.run import (
+  build,
+  command,
+  lookup,
+  parameters,
+  progress,
+  records,
+)
 from searchrl_jax.run.signals import Loop
 from searchrl_jax.sources import none, simulated
 from searchrl_jax.sources.core import SourceError
@@ -257,7 +264,11 @@ def examine(config, workdir: str, out: console.Console) -> list[str]:
       except Exception as e:  # reported, and the next check follows
         logging.debug('traceback of the problem below', exc_info=True)
         kind = '' if command.is_user_error(e) else f'{type(e).__name__}: '
-        show('PROBLEM', 'bold red', name, f'{kind}{e}')
+        # What was copied is gone when the user reads this.
+        copy = str(pathlib.Path(folder) / records.TOKENIZER)
+        model, init = config.model, config.train.init
+        own = init or model.tokenizer or model.path
+        show('PROBLEM', 'bold red', name, f'{kind}{e}'.replace(copy, own))
         bad.append(name)
       else:
         show('ok', 'green', name, text)

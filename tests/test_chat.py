@@ -94,6 +94,7 @@ def test_no_reply_is_an_error_of_its_kind():
     ('http://h:1', 'http://h:1/v1'),
     ('http://h:1//v1/', 'http://h:1/v1'),
     ('http://h:1/p/v1/chat/completions', 'http://h:1/p/v1'),
+    ('http://h:1/v1/completions/', 'http://h:1/v1'),
     ('http://0.0.0.0:1/v1', 'http://127.0.0.1:1/v1'),
     ('http://[::]', 'http://[::1]/v1'),
     ('http://h/xv1', 'http://h/xv1/v1'),
@@ -116,6 +117,15 @@ def test_a_proxy_is_named(monkeypatch):
     asyncio.run(Chat(config('http://10.0.0.1:1')).check())
   with chat_server.serve(lambda body: 'well') as chats:
     assert asyncio.run(reply(Chat(config(chats.url)))) == 'well'
+
+
+def test_a_reply_in_parts_and_an_error_that_is_sent_as_success():
+  parts = [{'type': 'thinking', 'thinking': []}, {'type': 'text', 'text': 'x'}]
+  with chat_server.serve(lambda body: parts) as chats:
+    assert asyncio.run(reply(Chat(config(chats.url)))) == 'x'
+    chats.script = lambda body: b'{"error": {"message": "no room"}}'
+    with pytest.raises(ChatError, match='bad_response.*no choices.*no room'):
+      asyncio.run(reply(Chat(config(chats.url))))
 
 
 def test_a_slow_server_is_a_timeout():
@@ -225,6 +235,7 @@ def test_check_names_what_is_wrong():
     ({'url': 'http://127.0.0.1:99999'}, 'judge.url='),
     ({'url': 'http://127.0.0.1:80OO'}, 'judge.url='),
     ({'url': 'http://[::1'}, 'judge.url='),
+    ({'url': 'http://127.0.0.1:80/v1?x=1'}, 'judge.url='),
   ],
 )
 def test_fields_that_cannot_be_are_named(fields, message):

@@ -2,7 +2,6 @@
 
 from importlib import metadata
 import io
-import types
 
 import psutil
 import pytest
@@ -70,11 +69,18 @@ def test_services_and_room(tmp_path, monkeypatch):
   assert found['generation'][0] == 'ok'
 
 
-def test_tags_that_the_tokenizer_hides_are_a_problem(tmp_path):
+def test_tags_that_the_tokenizer_hides_are_a_problem(tmp_path, monkeypatch):
   tok = scripted.altered(tmp_path, special=['<search>', '</search>'])
-  have = types.SimpleNamespace(config=tiny.config(), tok=tok, questions=[])
-  with pytest.raises(ValueError, match="'</search>'. of the template 'micro'"):
-    doctor.prompts(have)
+  config = tiny.config()
+  config.model.tokenizer = tok.path
+  names = ('config', 'questions', 'tokenizer', 'prompts')
+  some = [check for check in doctor.CHECKS if check[0] in names]
+  monkeypatch.setattr(doctor, 'CHECKS', some)
+  found, bad = examined(config, tmp_path / 'run')
+  assert bad == ['prompts']
+  # The user's folder is named, not the copy that the check made.
+  assert f'tokenizer {tok.path}: ' in found['prompts'][1]
+  assert "'</search>'] of the template 'micro'" in found['prompts'][1]
 
 
 def test_a_policy_that_answers_its_own_searches_needs_no_service(tmp_path):

@@ -38,20 +38,25 @@ def test_normalise_golden(text, normal):
 FORMS = 'NFC', 'NFD', 'NFKC', 'NFKD'
 
 
-@given(st.text(st.characters(max_codepoint=127)), st.text())
+@given(
+  st.text(st.characters(max_codepoint=127)),
+  st.text(st.characters(max_codepoint=0xFF00)),  # no full-width forms
+)
 def test_normalise_is_squads(ascii_text, text):
   assert metrics.normalise(ascii_text) == squad_normalise(ascii_text)
-  one_form = unicodedata.normalize('NFKC', text)
+  one_form = unicodedata.normalize('NFC', text)
   assert metrics.normalise(text) == squad_normalise(one_form)
 
 
-@given(st.text(), st.sampled_from(FORMS))
+@given(st.text(), st.sampled_from(['NFC', 'NFD']))
 def test_the_unicode_form_of_an_answer_does_not_matter(text, form):
   assert metrics.key(unicodedata.normalize(form, text)) == metrics.key(text)
 
 
 @pytest.mark.parametrize('form', FORMS)
-@pytest.mark.parametrize('gold', ['Beyoncé', 'à propos', '２０２０', 'ガス'])
+@pytest.mark.parametrize(
+  'gold', ['Beyoncé', 'à propos', '２０２０', 'ガス', 'ｶﾞｽ']
+)
 def test_scores_compare_both_sides_in_one_form(gold, form):
   said = unicodedata.normalize(form, gold)
   for pair in ((gold, said), (said, gold)):
@@ -62,6 +67,12 @@ def test_scores_compare_both_sides_in_one_form(gold, form):
     one, other = equivalence.keys(pair, equivalence.TEXT)
     assert one == other is not None
   assert not metrics.exact_match('Beyonce', ['Beyoncé'])
+
+
+@pytest.mark.parametrize('gold, other', [('10⁵', '105'), ('1½', '11⁄2')])
+def test_a_raised_digit_is_another(gold, other):
+  assert not metrics.exact_match(other, [gold])
+  assert not metrics.exact_match(gold, [other])
 
 
 def test_exact_match_over_several_golds():

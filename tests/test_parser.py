@@ -135,6 +135,23 @@ def test_a_prompt_may_open_the_thought():
   assert parsing.start(TAGS, 'between <answer>').block == 'other'
 
 
+@pytest.mark.parametrize(
+  'before, begun, block',
+  [
+    ('user\n<think>\n', 'Let me', 'think'),
+    ('user\n<think>\n', 'no</think> So ', 'other'),
+    ('user\n<think>\n', 'no</think><search>', 'search'),
+    ('user\n', 'Let me', 'other'),
+    ('user\n', '<think>\n', 'think'),
+    ('user\n', '<answer>', 'answer'),
+  ],
+)
+def test_a_reply_begins_in_the_block_that_was_opened_before_it(
+  before, begun, block
+):
+  assert parsing.start(TAGS, before + begun, begun).block == block
+
+
 def test_tokens_inside_a_block_are_certain_at_once():
   parser, sure, _ = parsing.Parser(TAGS).feed([b'<think>', b'a</th'])
   assert sure == ['think', 'think']

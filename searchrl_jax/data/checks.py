@@ -3,9 +3,12 @@
 import ast
 from collections.abc import Iterable, Mapping
 import fnmatch
+import io
+import itertools
 import json
 import math
 import re
+import tokenize
 from typing import Any
 
 import numpy as np
@@ -13,9 +16,16 @@ import numpy as np
 from searchrl_jax.run import lookup
 from searchrl_jax.types import Question
 
-# Begins and ends like the text of a list of texts or of objects.
+# Begins and ends like the text of a list of texts or of objects, or is cut.
 _LISTED = re.compile(
-  r'array\(\[.*|[\[{]\s*(["\'].*["\']|{\s*["\'].*})\s*[\]}]', re.DOTALL
+  r"""array\(\[.*
+  | [\[{]\s* ["'] [^\]}]*
+  | [\[{]\s* (
+      (np\. | nan\b | array\( | \{\s*["']) .*
+      | (["']) .*? \3 \s* [,:] .*
+      | ["'] .* ["'] \s*
+    ) [\]}]""",
+  re.DOTALL | re.VERBOSE,
 )
 
 
@@ -67,7 +77,8 @@ def strings(value: Any, what: str) -> tuple[str, ...]:
   """Converts None, a str or a sequence of str and numbers to a tuple of str.
 
   The text of a list (see `unpacked`) is this list. In a list, that of a list of
-  numbers stays a string: it may be an interval, "[-2, 7]".
+  numbers stays a string: it may be an interval, "[-2, 7]". Blank texts, such as
+  the empty cell of a table, are left out.
 
   Raises:
     DataError: it is anything else, or a number is not finite; names `what`.
@@ -87,7 +98,7 @@ def strings(value: Any, what: str) -> tuple[str, ...]:
       out += [_string(x, wrong) for x in found] if several else [entry]
     else:
       out.append(_string(found, wrong))
-  return tuple(out)
+  return tuple(text for text in out if text.strip())
 
 
 def _string(value: Any, wrong: str) -> str:
@@ -103,31 +114,40 @@ def _string(value: Any, wrong: str) -> str:
 def unpacked(text: str, wrong: str) -> Any:
   """The list or dict that `text` is the JSON or Python form of, else `text`.
 
-  Tables (CSV, pandas) hold lists in this form.
+  Tables (CSV, pandas) hold lists in this form, some as JSON of such a text.
 
   Raises:
     DataError(wrong): it looks like one and cannot be read as one.
   """
-  bare = text.strip()
-  if not bare.startswith(('[', '{', '(', 'array(')):
+  bare = text.replace('\ufeff', '').strip()
+  if not bare.startswith(('[', '{', '(', 'array(', '"[', '"{')):
     return text
+  found: Any = None
   try:
-    return json.loads(bare)
+    found = json.loads(bare)
   except (ValueError, RecursionError):
-    pass
-  try:
-    found = ast.literal_eval(bare)
-  except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
-    found = None
-  # Python joins texts that stand side by side: NumPy's "['a' 'b']" is ['ab'].
-  if ''.join(repr(found).split()) == ''.join(bare.split()):
-    if isinstance(found, (list, dict)):
-      return found
-    # "(1, 2)" is a point.
-    if isinstance(found, tuple) and any(isinstance(x, str) for x in found):
-      return [*found]
+    try:
+      found = ast.literal_eval(bare)
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+      pass
+    # Python joins texts that stand side by side: NumPy's "['a' 'b']" is ['ab'].
+    found = None if found is not None and _side_by_side(bare) else found
+  if isinstance(found, str) and bare[0] == '"':
+    return unpacked(found, wrong)
+  if isinstance(found, (list, dict)):
+    return found
+  # "(1, 2)" is a point.
+  if isinstance(found, tuple) and any(isinstance(x, str) for x in found):
+    return [*found]
   require(not _LISTED.fullmatch(bare), wrong)
   return text
+
+
+def _side_by_side(code: str) -> bool:
+  """Whether two texts of a Python value have nothing between them."""
+  tokens = tokenize.generate_tokens(io.StringIO(code).readline)
+  kinds = [token.type for token in tokens if token.type != tokenize.NL]
+  return (tokenize.STRING, tokenize.STRING) in itertools.pairwise(kinds)
 
 
 def mapping(value: Any, what: str) -> dict[str, Any]:

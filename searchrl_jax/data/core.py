@@ -114,6 +114,7 @@ def resolve(path: str, data) -> str:
     require(folder, f'{path!r} is below the data folder, but none is: {fix}')
     full = pathlib.Path(folder) / full
   require(full.exists(), f'{full}: no such file or folder; correct the path')
+  lookup.require_content(full)
   return str(full)
 
 

@@ -22,7 +22,7 @@ import json
 import re
 from typing import Any
 
-from retrieval import files
+from retrieval import corpus, files
 from searchrl_jax.data import checks
 from searchrl_jax.data.checks import DataError, make_question, require
 from searchrl_jax.run.lookup import near
@@ -95,7 +95,10 @@ def _parsed(text: bytes, where: str) -> Any:
   try:
     return json.loads(text)
   except (ValueError, RecursionError) as e:  # UnicodeDecodeError is one
-    raise DataError(f'{where}: not JSON, one object a line ({e})') from None
+    array = text.lstrip().startswith(b'[')
+    fix = '' if array else corpus.other_format(text)
+    problem = f'{where}: not JSON, one object a line ({e})'
+    raise DataError(f'{problem}. {fix}' if fix else problem) from None
 
 
 def _required(record: Mapping[str, Any], where: str, *keys: str) -> list[Any]:

@@ -173,7 +173,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     (None, 1, 1.0),
   ),
   **dict.fromkeys(
-    'num_experts num_local_experts n_routed_experts '
+    'num_experts num_local_experts n_routed_experts mtp_num_layers '
     'num_nextn_predict_layers'.split(),
     (None, 0),
   ),
@@ -200,13 +200,15 @@ _IGNORED = frozenset(
   unsloth_version use_bfloat16 vocab_file
 
   attention_dropout initializer_range max_position_embeddings
-  max_sequence_length pretraining_tp
+  max_sequence_length model_max_length neftune_noise_alpha pretraining_tp
+  router_aux_loss_coef seq_length tokenizer_model_max_length
 
   _attn_implementation _attn_implementation_autoset attn_implementation
   cache_implementation chunk_size_feed_forward experts_implementation
-  gradient_checkpointing is_decoder output_attentions output_hidden_states
-  output_scores return_dict return_dict_in_generate tf_legacy_loss
-  tie_last_hidden_states torchscript use_cache
+  gradient_checkpointing is_decoder keys_to_ignore_at_inference
+  output_attentions output_hidden_states output_router_logits output_scores
+  return_dict return_dict_in_generate tf_legacy_loss tie_last_hidden_states
+  tokenizer_padding_side torchscript use_cache use_flash_attn use_return_dict
 
   bad_words_ids begin_suppress_tokens diversity_penalty do_sample
   early_stopping encoder_no_repeat_ngram_size encoder_repetition_penalty
@@ -269,14 +271,15 @@ def _check_known(hf: Mapping[str, Any], name: str, used: Iterable[str]) -> None:
   own = FAMILIES[name].architecture
   kinds = ['ForCausalLM', 'Model', 'TextModel', 'ForConditionalGeneration']
   classes = {f'{own}{kind}'.lower() for kind in kinds}
-  for found in hf.get('architectures') or ():
+  listed = hf.get('architectures') or []
+  for found in listed if isinstance(listed, (list, tuple)) else [listed]:
     # FSDP's wrapper names a class of its own.
     good = str(found).removeprefix('FSDP').lower() in classes
     _require(good, f'architectures={found!r}', f'{own}ForCausalLM')
   known = {*used, *_NEUTRAL, *_IGNORED, 'architectures'}
   for field, value in hf.items():
-    # null asks for nothing.
-    good = field in known or field.endswith(_IDS) or value is None
+    # These ask for nothing; false may switch off what is usual.
+    good = value in (None, [], {}) or field in known or field.endswith(_IDS)
     shown = textwrap.shorten(repr(value), 60)
     _require(
       good,

@@ -270,6 +270,7 @@ def load(path, cfg: DecoderConfig, mesh=None) -> dict:
     f'{path / CONFIG}: no such file; give a folder that PEFT wrote',
     FileNotFoundError,
   )
+  lookup.require_content(path / CONFIG)
   with lookup.of(f'{path / CONFIG}: not JSON'):
     fields = json.loads((path / CONFIG).read_text())
   _check_fields(path / CONFIG, fields, cfg.lora)
@@ -300,7 +301,8 @@ def _check_fields(file, fields: Mapping[str, Any], lora: Lora) -> None:
   )
   for name, known in _NEUTRAL.items():
     value = fields.get(name)
-    message = f'{file}: {name}={value!r} is not supported; expected {known[-1]}'
+    wanted = ' or '.join(map(repr, known))
+    message = f'{file}: {name}={value!r} is not supported; expected {wanted}'
     message += moved if name == 'init_lora_weights' else ''
     lookup.require(value in known, message)
   # What PEFT adds to LoRA is off where a field is empty.

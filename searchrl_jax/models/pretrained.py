@@ -43,6 +43,7 @@ def read_json(path) -> dict[str, Any]:
   lookup.require(
     path.exists(), f'{path}: no such file{_what(folder)}', FileNotFoundError
   )
+  lookup.require_content(path)
   with lookup.of(f'{path}: not JSON'):
     value = json.loads(path.read_text())
   lookup.require(isinstance(value, dict), f'{path}: expected a JSON object')
@@ -95,7 +96,8 @@ def _what(folder: pathlib.Path) -> str:
   if within := has('*/model*.safetensors') or has('*/*/model*.safetensors'):
     return f'; {within.parent} holds one: give that folder'
   # `actor/huggingface` has the config, and the shards lie beside it.
-  for place in folder, folder / 'actor', folder.parent:
+  steps = folder.glob('global_step_*/actor')
+  for place in folder, folder / 'actor', *steps, folder.parent:
     for backend, shards in _VERL.items():
       if any(place.glob(shards)):
         merge = f'python -m verl.model_merger merge --backend {backend}'
@@ -123,6 +125,7 @@ def _files(path: pathlib.Path) -> tuple[list[str], dict[str, str]]:
   if (path / SINGLE).exists():
     return [SINGLE], {}
   if (path / INDEX).exists():
+    lookup.require_content(path / INDEX)
     try:
       holder = json.loads((path / INDEX).read_text())['weight_map']
       return sorted({*holder.values()}), holder

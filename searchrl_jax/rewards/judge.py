@@ -1,10 +1,10 @@
 """A language model that judges answers, where exact match is too strict.
 
 A verdict is {"verdict": "correct"}, {"verdict": "incorrect"} or one of these
-words alone, also in a code fence, bold, or after thoughts. Longer text is not
-searched, so "incorrect" cannot be read as "correct". Question, golden answers
-and answer are sent as JSON strings, which an answer cannot leave and in which
-it cannot form a control token (`chat.payload`).
+words alone, also named, quoted, in a code fence, bold, or after thoughts.
+Longer text is not searched, so "incorrect" cannot be read as "correct".
+Question, golden answers and answer are sent as JSON strings, which an answer
+cannot leave and in which it cannot form a control token (`chat.payload`).
 
 If the judge fails, the trajectory is left out (design 5.4) and counted. If it
 replies without a verdict, the answer caused that: it counts as wrong, and as
@@ -14,6 +14,7 @@ replies without a verdict, the answer caused that: it counts as wrong, and as
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 import json
+import re
 
 from ml_collections import ConfigDict
 import numpy as np
@@ -49,6 +50,10 @@ SYSTEM = (
 )
 MOST = 2000  # characters of an answer that are sent
 KEPT = 1_000_000  # verdicts that are cached
+# A verdict, its name and Python's form of an object, with what adorns them.
+_VERDICT = re.compile(
+  r"""[\s{"'*_]*(?:verdict[\s"':*_]*)?(correct|incorrect)[\s}"'.*_]*""", re.I
+)
 Item = tuple[str, tuple[str, ...], str]  # question, golden answers, answer
 _TEST = ('What is 1 + 1?', ('2',), 'two')  # for `Judge.check`
 
@@ -136,23 +141,20 @@ def read(reply: str) -> bool:
   Raises:
     ChatError: the reply is not a verdict.
   """
-  word = without_thoughts(reply).strip()
-  if word.startswith('```') and word.endswith('```'):
-    language, _, rest = word.strip('`').partition('\n')
-    word = rest if language.strip().lower() in ('', 'json', 'text') else word
-  word = word.strip('*_`. \n')
+  said = without_thoughts(reply).strip('\ufeff*_`. \r\n\t')
+  said = re.sub(r'^(?:json|text)\b\s*', '', said, flags=re.I)  # of a fence
   try:
-    word = json.loads(word)
+    said = json.loads(said)
   except (ValueError, RecursionError):
     pass
-  word = word.get('verdict') if isinstance(word, dict) else word
-  word = word.strip('. ').lower() if isinstance(word, str) else ''
-  if word not in VERDICTS:
+  said = said.get('verdict') if isinstance(said, dict) else said
+  found = _VERDICT.fullmatch(said) if isinstance(said, str) else None
+  if not found:
     fix = 'take a model that replies with {"verdict": "correct"} or "incorrect"'
     if reply.strip() and not without_thoughts(reply).strip():
       fix = thinks('config.judge')
     raise ChatError('unusable', f'no verdict: {reply[:200]!r}; {fix}')
-  return VERDICTS[word]
+  return VERDICTS[found[1].lower()]
 
 
 async def grade(

@@ -6,9 +6,8 @@
 matches nothing. In SQuAD's and Search-R1's scripts any two such texts are
 equal, and such a golden answer is a substring of every prediction. And texts
 that differ in their Unicode form alone are equal ("é" as one character or as
-two, full-width digits): both sides are compared in NFKC, because a tokenizer
-that writes one form (Qwen's NFC, SentencePiece's NFKC) cannot write a golden
-answer in another. ASCII text has one form.
+two, full-width digits), because a tokenizer that writes one form (Qwen's NFC)
+cannot write a golden answer in another. ASCII text has one form.
 """
 
 import collections
@@ -17,9 +16,10 @@ import math
 import re
 import string
 from typing import NamedTuple
-import unicodedata
 
 import numpy as np
+
+from retrieval import files
 
 _PUNCTUATION = str.maketrans('', '', string.punctuation)
 _ARTICLES = re.compile(r'\b(a|an|the)\b')
@@ -36,8 +36,8 @@ class Interval(NamedTuple):
 
 
 def folded(text: str) -> str:
-  """Lower case in Unicode's NFKC, in which all answers are compared."""
-  return unicodedata.normalize('NFKC', text).lower()
+  """Lower case in one Unicode form, in which all answers are compared."""
+  return files.composed(text).lower()
 
 
 def normalise(text: str) -> str:

@@ -31,11 +31,13 @@ _START = 'searchrl-'  # prefix of the model names of engines/vllm/host.py
 
 # Characters that every control token contains, with those that Unicode
 # normalisation maps to them, and surrogates, which UTF-8 cannot encode.
-_SPELLING = re.compile('[<|\\[＜﹤≮｜［﹇\ud800-\udfff]')
+_SPELLING = re.compile('[<|\\[◁＜﹤≮｜［﹇\ud800-\udfff]')
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 # Ends of paths that other clients of such servers are given.
-_PATH = re.compile('(?<![:/])/+(v1/*)?(chat/completions/*)?$')
-_THOUGHT = re.compile('</?think(?:ing)?>')
+_PATH = re.compile('(?<![:/])/+(v1/*)?((chat/)?completions/*)?$')
+_THOUGHT = re.compile(
+  '(?i:[<◁]/?(?:seed:)?(?:think(?:ing)?|thought|reasoning)[>▷])|\\[/?THINK]'
+)
 
 # HTTP statuses of a request that is too long or filtered, and the finish
 # reasons of such a reply. `check` finds servers that reject every request.
@@ -49,7 +51,7 @@ _MALFORMED = (AttributeError, IndexError, TypeError, ValueError, TimeoutError)
 def payload(value: Any) -> str:
   """Returns `value` as JSON that cannot contain a control token.
 
-  In strings, `<`, `|`, `[` and the characters that normalise to them are
+  In strings, `<`, `|`, `[`, `◁` and the characters that normalise to them are
   escaped (\\u003c, \\u007c, \\u005b); json.loads restores `value`.
   """
 
@@ -68,7 +70,7 @@ def without_thoughts(text: str) -> str:
   *_, last = [None, *_THOUGHT.finditer(text)]
   if last is None:
     return text
-  return text[last.end() :] if last[0].startswith('</') else ''
+  return text[last.end() :] if '/' in last[0] else ''
 
 
 def thinks(where: str) -> str:
@@ -118,6 +120,7 @@ class Chat:
     with lookup.of(f'{where}.url={config.url!r}'):
       url = urlsplit(config.url)
       good = url.scheme in ('http', 'https') and url.hostname and url.port != 0
+      good = good and not (url.query or url.fragment)
     server = 'must be http(s)://host[:port] of an OpenAI-compatible server'
     lookup.require(good, f'{where}.url={config.url!r} {server}')
     self._config, self._where = config, where
@@ -154,13 +157,17 @@ class Chat:
       reply = await client.chat.completions.create(
         model=self._model, messages=list(messages), **options
       )
+      if reply.choices is None:
+        raise ValueError(f'no choices; error={getattr(reply, "error", None)}')
       end, said, thought = 'filtered', '', False  # some filters: no choice
-      if reply.choices != []:
+      if reply.choices:
         end, said = reply.choices[0].finish_reason, reply.choices[0].message
         # Names under which servers with a parser of reasoning send it.
         names = ('reasoning_content', 'reasoning')
         thought = any(getattr(said, name, None) for name in names)
         said = said.content
+    if isinstance(said, list):  # parts; those of thoughts have no text
+      said = ''.join(str(part.get('text') or '') for part in said)
     text = without_thoughts(said) if isinstance(said, str) else ''
     if not text.strip() or end in _INCOMPLETE:
       what = f'within {max_tokens} tokens (finish_reason={end!r})'

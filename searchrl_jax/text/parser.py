@@ -144,17 +144,14 @@ def start(tags: Tags, prompt: str, begun: str = '') -> Parser:
   """Returns the parser of a first turn.
 
   It starts inside a thought if the chat template opened one for the policy, and
-  inside the block that `begun`, the beginning of the reply in a prompt
-  (`untrusted.begun`), leaves open. Only the policy's part of it is its text.
+  inside the block that `begun`, the beginning of the reply at the prompt's end
+  (`untrusted.begun`), then leaves open. Only the policy's part is its text.
   """
-  if begun:
-    opened, *_ = Parser(tags).feed([begun.encode('utf-8', 'replace')])
-    return Parser(tags, opened.block)
-  text = prompt.rstrip().encode('utf-8', 'replace')
-  for opening, kind in tags.open.items():
-    if kind == 'think' and text.endswith(opening):
-      return Parser(tags, kind)
-  return Parser(tags)
+  before = prompt.removesuffix(begun).rstrip().encode('utf-8', 'replace')
+  kinds = (k for tag, k in tags.open.items() if before.endswith(tag))
+  block = 'think' if 'think' in kinds else OUTSIDE
+  after, *_ = Parser(tags, block).feed([begun.encode('utf-8', 'replace')])
+  return Parser(tags, after.block)
 
 
 def within(pieces: Sequence[bytes], opening: str, closing: str) -> list[int]:

@@ -72,6 +72,7 @@ def test_an_id_of_two_sets_gets_the_sets_name(tmp_path):
     ({'path': 'a'}, 'no field module'),
     ({'module': 'jsonl'}, "needs the field 'path'"),
     ({'module': 'jsonl', 'path': 'none.jsonl'}, 'no such file'),
+    ({'module': 'parquet', 'path': 'lfs.parquet'}, 'a Git LFS pointer'),
     ({'module': 'jsonl', 'path': 'a.jsonl', 'layout': 'flash'}, 'flashrag'),
     ({'module': 'jsonl', 'path': 'a.jsonl', 'n': 9}, 'n=9 questions requested'),
     ({'module': 'jsonl', 'path': 'a.jsonl', 'source': 'x'}, "source='x'"),
@@ -79,6 +80,8 @@ def test_an_id_of_two_sets_gets_the_sets_name(tmp_path):
 )
 def test_a_bad_set_names_the_fix(tmp_path, fields, says):
   write(tmp_path / 'a.jsonl', row('1', source='nq'))
+  pointer = 'version https://git-lfs.github.com/spec/v1\n'
+  (tmp_path / 'lfs.parquet').write_text(pointer)
   with pytest.raises(ValueError, match=says):
     core.load_sets({'s': fields}, data_config(dir=str(tmp_path)))
 
@@ -145,12 +148,24 @@ def test_hub_path_errors_name_the_mirror(monkeypatch):
     ('[1995, 2.5]', ('1995', '2.5')),
     ('[]', ()),
     (['["a", "b"]', 'c'], ('a', 'b', 'c')),
+    ("['a','b',]", ('a', 'b')),
+    (r"['it\'s', 1.50]", ("it's", '1.5')),
+    ('\ufeff["a"]', ('a',)),
+    (json.dumps('["a", "b"]'), ('a', 'b')),
+    (json.dumps("['a', 'b']"), ('a', 'b')),
+    # An empty cell is no answer.
+    ('', ()),
+    (['', 'a', ' \n'], ('a',)),
     # Texts that are none.
     (['[-2, 7]', '[]'], ('[-2, 7]', '[]')),
     ('(1, 2)', ('(1, 2)',)),
     ('[sic] "a"', ('[sic] "a"',)),
     ('"Heroes"', ('"Heroes"',)),
     (r'(-\infty, 3]', (r'(-\infty, 3]',)),
+    ('["Weird Al" Yankovic]', ('["Weird Al" Yankovic]',)),
+    ("['Til Tuesday]", ("['Til Tuesday]",)),
+    ('"[REC]" (film)', ('"[REC]" (film)',)),
+    ('{x}', ('{x}',)),
   ],
 )
 def test_strings(value, want):
@@ -178,6 +193,13 @@ def test_strings(value, want):
     "['a' 'b']",  # NumPy's form, which Python reads as ['ab']
     "array(['a'], dtype=object)",
     ["['a'\n 'b']"],
+    "['a' 'b',]",
+    "[np.str_('a'), np.str_('b')]",
+    "{'text': array(['a'], dtype=object), 'answer_start': array([1])}",
+    "['a', nan]",
+    "[nan, 'a']",
+    "['a', 'b'",  # a cell that was cut
+    json.dumps("['a' 'b']"),
   ],
 )
 def test_strings_refuses(value):

@@ -77,7 +77,10 @@ def test_line_separators_inside_strings(tmp_path):
 @pytest.mark.parametrize(
   'bad, says',
   [
-    ('{"id": "1", ', r'x\.jsonl:2: not JSON'),
+    ('{"id": "1", ', r'x\.jsonl:2: not JSON.*several lines: jq -c'),
+    ('[1, ', r'x\.jsonl:2: not JSON, one object a line \(.*\)$'),
+    ('id,question', r'x\.jsonl:2: not JSON.*read_csv'),
+    ('version https://git-lfs.github.com/spec/v1', 'x.jsonl:2:.*git lfs pull'),
     ('[1]', r'x\.jsonl:2: a JSON list, not an object'),
     ({'id': '1'}, r"x\.jsonl:2: there is no 'question' \(fields: 'id'\)"),
     ({'question': 'q'}, r"x\.jsonl:2: there is no 'id'"),
@@ -118,12 +121,20 @@ def test_bad_files(tmp_path):
     jsonl.load(str(cut))
   latin = tmp_path / 'latin.jsonl'
   latin.write_bytes(b'{"id": "1", "question": "caf\xe9"}\n')
-  with pytest.raises(DataError, match=r'latin\.jsonl:1: not JSON'):
+  with pytest.raises(DataError, match=r'latin\.jsonl:1: not JSON.*UTF-8'):
+    jsonl.load(str(latin))
+  latin.write_bytes(b'PK\x03\x04\x14\0\0\0')
+  with pytest.raises(DataError, match=r'latin\.jsonl:1: not JSON.*unpack it'):
     jsonl.load(str(latin))
 
 
+def legacy(data):
+  return lzma.compress(data, lzma.FORMAT_ALONE)
+
+
 @pytest.mark.parametrize(
-  'pack, encoding', [(bz2.compress, 'utf-8'), (lzma.compress, 'utf-16')]
+  'pack, encoding',
+  [(bz2.compress, 'utf-8'), (lzma.compress, 'utf-16'), (legacy, 'utf-8')],
 )
 def test_packed_files_and_utf_16(tmp_path, pack, encoding):
   path = tmp_path / 'x'

@@ -110,7 +110,13 @@ def test_targets(tmp_path, truth, want):
 
 
 @pytest.mark.parametrize(
-  'truth', [{'value': 'Ann'}, '{"value": "Ann"}', "['Ann' 'B']"]
+  'truth',
+  [
+    {'value': 'Ann'},
+    '{"value": "Ann"}',
+    "['Ann' 'B']",
+    "{'target': array(['Ann', 'B'], dtype=object)}",
+  ],
 )
 def test_a_ground_truth_of_another_form_is_not_dropped(tmp_path, truth):
   rows = [{**row(), 'reward_model': {'ground_truth': truth}}]

@@ -159,6 +159,14 @@ PUBLISHED = {
     QWEN2, attention_dropout=0.0, eos_token_id=5, use_mrope=False,
     unsloth_fixed=True,
   ),
+  'tuned': dict(
+    QWEN2, architectures='Qwen2ForCausalLM', compression_config={},
+    keys_to_ignore_at_inference=['past_key_values'], mlp_only_layers=[],
+    model_max_length=32768, mtp_num_layers=0, neftune_noise_alpha=5.0,
+    output_router_logits=False, router_aux_loss_coef=0.001, seq_length=8192,
+    tokenizer_model_max_length=4096, tokenizer_padding_side='right',
+    use_flash_attn=True, use_return_dict=True,
+  ),
   'Qwen3': dict(
     QWEN3, max_window_layers=3, rope_scaling=None, sliding_window=None,
     use_sliding_window=False, layer_types=['full_attention'] * 3,
@@ -205,6 +213,7 @@ def test_all_that_transformers_writes_is_known(name):
   [
     ('auto_map', {'AutoModelForCausalLM': 'modeling.Own'}),
     ('architectures', ['LlamaBidirectionalModel']),
+    ('architectures', 'LlamaBidirectionalModel'),
     ('architectures', ['LlamaForCausalLM', 'LlamaForSequenceClassification']),
     ('use_bidirectional_attention', True),
     ('attention_multiplier', 0.1),
@@ -282,6 +291,7 @@ def test_the_inverse(name):
     (LLAMA, {'mlp_bias': True}, 'mlp_bias=True'),
     (LLAMA, {'hidden_act': 'gelu'}, "hidden_act='gelu'"),
     (LLAMA, {'num_local_experts': 8}, 'num_local_experts=8'),
+    (LLAMA, {'mtp_num_layers': 1}, 'mtp_num_layers=1'),
     (LLAMA, {'quantization_config': {'bits': 4}}, 'quantization_config'),
     (LLAMA, {'partial_rotary_factor': 0.5}, 'partial_rotary_factor=0.5'),
     (LLAMA, {'sliding_window': 64}, 'sliding_window=64'),

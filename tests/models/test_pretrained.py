@@ -290,11 +290,17 @@ POINTER = 'version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n'
     ),
     (['../model_world_size_2_rank_0.pt'], 'verl.model_merger'),
     (['actor/model_world_size_2_rank_0.pt'], 'local_dir .*actor --target'),
+    (
+      ['global_step_5/actor/model_world_size_2_rank_0.pt'],
+      'local_dir .*global_step_5/actor --target',
+    ),
     (['checkpoint-5/model.safetensors'], 'checkpoint-5 holds one'),
     (['tiny.gguf'], 'give the file .*tiny.gguf'),
     (['pytorch_model.bin'], 'safetensors: load'),
     (['notes.txt'], 'a Hugging Face checkpoint, with all its files'),
     ([pretrained.SINGLE], f'{pretrained.SINGLE}: a Git LFS pointer.*lfs pull'),
+    ([pretrained.INDEX], f'{pretrained.INDEX}: a Git LFS pointer'),
+    (['config.json'], 'config.json: a Git LFS pointer'),
   ],
 )
 @pytest.mark.parametrize('config', [False, True])
@@ -304,11 +310,11 @@ def test_a_folder_without_a_checkpoint_is_explained(
   folder = models.write(tmp_path / 'run' / 'm', TIED)
   (folder / pretrained.SINGLE).unlink()
   for name in files:
-    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).parent.mkdir(parents=True, exist_ok=True)
     (folder / name).write_text(POINTER)
   if not config:
     (folder / 'config.json').unlink()
-    named = 'config.json' if files == [pretrained.SINGLE] else named
+    named = 'config.json' if 'LFS' in named else named
   with pytest.raises((ValueError, FileNotFoundError), match=named):
     pretrained.load(folder)
 

@@ -81,6 +81,10 @@ async def rewarded(groups, url, after_em=True, **fields):
     '```\ncorrect\nincorrect\n```',
     '```',
     '**correct** or **incorrect**',
+    'Verdict: not correct',
+    "{'verdict': 'correct', 'verdict': 'incorrect'}",
+    '[THINK]correct',
+    '</thought>correct<Reasoning>',
   ],
 )
 def test_nothing_else_than_a_verdict_is_one(reply):
@@ -104,6 +108,15 @@ def test_nothing_else_than_a_verdict_is_one(reply):
     ('`correct`', True),
     ('**Incorrect**.', False),
     ('**{"verdict": "correct"}**', True),
+    ('```json{"verdict": "correct"}```', True),
+    ('\ufeff{"verdict": "incorrect", "why": "no"}', False),
+    ("{'verdict': 'incorrect'}", False),
+    ("'correct'", True),
+    ('**Verdict:** Correct.', True),
+    ('[THINK]is it [this]?[/THINK]correct', True),
+    ('◁think▷no◁/think▷correct', True),
+    ('<seed:think>no</seed:think>correct', True),
+    ('<Thought>no</Thought>\n<REASONING>no</REASONING>correct', True),
   ],
 )
 def test_a_verdict_is_read(reply, value):
