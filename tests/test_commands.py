@@ -530,7 +530,7 @@ def test_a_warm_start_keeps_to_its_corpus_and_traces(
   config = build.load_config(str(tmp_path / 'warm'))
   with monkeypatch.context() as m:
     m.setattr(sft, 'digest', lambda traces: 'other')
-    with pytest.raises(records.RunError, match='sft.data: .* and other now'):
+    with pytest.raises(records.RunError, match='sft.data, .* and other now'):
       sft.sft(config, str(tmp_path / 'warm'))
   real = ServiceSource.check
 

@@ -442,6 +442,8 @@ def _same(x, y) -> bool:
         return x == y
       return x.rest == y.rest and not _hours(x).isdisjoint(_hours(y))
     case Clock(), _:
+      if x.half and isinstance(y, Measured):  # 5 pm is no 5 cm
+        return False
       return x.value is not None and _same(x.value, y)
     case Measured(), Measured():
       ratio = sympy.simplify(units.convert_to(x.unit / y.unit, _BASE))

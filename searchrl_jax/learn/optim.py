@@ -95,8 +95,10 @@ def move(config, opt_state, update: int):
   Updates that did not take place count for the schedule, not for Adam, nor for
   the warm-up. A constant rate has nothing else.
   """
+  if config.schedule == 'constant':
+    return opt_state
   done = scheduled(opt_state)
-  if config.schedule == 'constant' or done < config.warmup or done == update:
+  if done < config.warmup or done == update:
     return opt_state
 
   def moved(x):

@@ -219,6 +219,7 @@ def test_one_value_is_one_answer(a, b):
     ('1A3_{16}', '3A1_{16}'),
     ('2:30 pm', '2:30 am'),
     ('5 pm', '5 am'),
+    ('5 pm', '5 cm'),
     ('2:30', '1:15'),
     # An equation is no number, and two without a solution are not one.
     ('2x+3y=5', '5'),

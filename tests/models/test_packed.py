@@ -66,7 +66,7 @@ def test_hidden_states_are_those_of_the_sequence_alone(cfg, seed):
     one = np.zeros((1, T), np.int32)
     one[0, :n] = ids[b, at]
     want = alone(p, cfg, one)[0, :n]
-    np.testing.assert_allclose(found[b, at], want, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(found[b, at], want, rtol=1e-5, atol=3e-5)
 
 
 def test_a_token_changes_no_bit_of_another_sequence():
