@@ -1,6 +1,7 @@
 """Files at locations that fsspec opens, and run folders at gs://."""
 
 import os
+import pathlib
 import time
 
 import fsspec
@@ -51,6 +52,64 @@ def test_a_run_folder_is_a_bucket_and_a_folder():
   for wrong in ('s3://bucket/run', 'gs://bucket', 'gs://bucket/'):
     with pytest.raises(records.RunError, match='gs://BUCKET/FOLDER'):
       remote.open_run(wrong)
+
+
+@pytest.fixture
+def location(tmp_path, monkeypatch):
+  """gs://b/run, as files of this machine."""
+  fs, root = fsspec.filesystem('file', auto_mkdir=True), tmp_path / 'bucket'
+  opened = lambda where: (fs, where.replace('gs:/', str(root)))
+  monkeypatch.setattr(remote, '_open', opened)
+  return root / 'b' / 'run'
+
+
+def test_a_command_that_reads_brings_no_old_file_back(location):
+  metrics = location / 'metrics.jsonl'
+  records.write_text(metrics, 'one')
+  folder = remote.open_run('gs://b/run')
+  records.write_text(metrics, 'one two')
+  remote.open_run.__wrapped__('gs://b/run')  # of another command
+  remote._same.clear()  # which has a memory of its own
+  records.write_text(metrics, 'one two three')
+  os.utime(metrics, (time.time() + 60,) * 2)
+  records.write_text(f'{folder}/evaluate_1/eval.json', 'new')
+  remote.push(folder)
+  assert metrics.read_text() == 'one two three'
+  assert (location / 'evaluate_1' / 'eval.json').read_text() == 'new'
+
+
+def test_what_another_command_writes_is_not_pruned(location):
+  folder = remote.open_run('gs://b/run')
+  left, mine = f'{folder}/old', f'{folder}/evaluate_1'
+  records.write_text(f'{left}/x', '')
+  with records.locked(mine):
+    records.write_text(f'{mine}/config.json', '{}')
+    remote.open_run.__wrapped__('gs://b/run')
+  assert os.path.exists(f'{mine}/config.json')
+  assert not os.path.exists(f'{left}/x')
+
+
+def test_a_folder_that_was_pushed_in_part_is_made_again(location):
+  start = lambda: remote.open_run.__wrapped__('gs://b/run', writes=True)
+  write = lambda x: [records.write_text(x / name, name) for name in 'ab']
+  folder = start()
+  records.make(pathlib.Path(folder, 'tokenizer'), write)
+  records.write_text(f'{folder}/metrics.jsonl', '')
+  names = []
+  with pytest.MonkeyPatch.context() as m:
+    fs, _ = remote._open('gs://b/run')
+    put = lambda local, path: names.append(os.path.relpath(path, location))
+    m.setattr(fs, 'put_file', put)
+    remote.push(folder)
+  # Whoever finds one of the last two finds the rest.
+  assert {*names[-2:]} == {'metrics.jsonl', 'tokenizer/.made'}
+  remote._same.clear()
+  remote.push(folder)
+  (location / 'tokenizer' / 'b').unlink()
+  assert not os.path.exists(f'{start()}/tokenizer')
+  records.make(pathlib.Path(folder, 'tokenizer'), write)
+  remote.push(folder)
+  assert os.path.exists(f'{start()}/tokenizer/b')
 
 
 @gcs.needed

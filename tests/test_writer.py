@@ -311,12 +311,25 @@ def test_a_second_start_at_step_0_evaluates_anew(tmp_path):
   assert [r.step for r in records.read(tmp_path / 'eval')] == [-1]
 
 
-def test_a_file_of_something_else_is_not_touched(tmp_path):
+@pytest.mark.parametrize('line', ['{"loss": 1}\n', '{"step": 0, "loss": 1}\n'])
+def test_a_file_of_something_else_is_not_touched(tmp_path, line):
   path = tmp_path / 'metrics.jsonl'
-  path.write_text('{"loss": 1}\n')
-  with pytest.raises(RunError, match='metrics.jsonl.*--workdir'):
+  path.write_text(line)
+  with pytest.raises(RunError, match='no config.json: no run wrote them'):
     open_writer(tmp_path)
-  assert path.read_text() == '{"loss": 1}\n'
+  assert path.read_text() == line
+
+
+@pytest.mark.parametrize('before', ['', '{"step": 0, "loss": 1.0}\n'])
+def test_an_evaluation_whose_step_was_lost_gets_a_line(tmp_path, before):
+  """A machine that went down had saved the step, and not its metrics."""
+  with open_writer(tmp_path, step=2) as w:
+    (tmp_path / 'metrics.jsonl').write_text(before)
+    for score in 0.5, 0.75:
+      w.amend(1, {'eval/em': score})
+  *others, last = lines(tmp_path / 'metrics.jsonl')
+  assert last == {'step': 1, 'eval/em': 0.75}
+  assert others == [json.loads(x) for x in before.splitlines()]
 
 
 def test_a_folder_of_another_config(tmp_path):

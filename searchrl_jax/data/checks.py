@@ -96,6 +96,8 @@ def strings(value: Any, what: str) -> tuple[str, ...]:
     if isinstance(entry, str) and isinstance(found, list):
       several = alone or any(isinstance(x, str) for x in found)
       out += [_string(x, wrong) for x in found] if several else [entry]
+    elif isinstance(found, dict) and not alone:
+      out.append(entry)  # a call of a tool, as text
     else:
       out.append(_string(found, wrong))
   return tuple(text for text in out if text.strip())
@@ -139,7 +141,8 @@ def unpacked(text: str, wrong: str) -> Any:
   # "(1, 2)" is a point.
   if isinstance(found, tuple) and any(isinstance(x, str) for x in found):
     return [*found]
-  require(not _LISTED.fullmatch(bare), wrong)
+  # A longer text is no cell of answers, and the pattern would take long.
+  require(len(bare) > 10_000 or not _LISTED.fullmatch(bare), wrong)
   return text
 
 

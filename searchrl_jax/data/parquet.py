@@ -102,6 +102,7 @@ def make(record: Mapping, where: str, row: int, prompt: str) -> Question:
   if isinstance(truth, Mapping):
     require('target' in truth or golds is not None, wrong)
     truth = truth.get('target')
+    truth = [truth] if isinstance(truth, str) else truth
   return checks.make_question(
     where,
     id=f'{source}/{name}' if source else str(name),

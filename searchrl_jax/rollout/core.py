@@ -98,9 +98,13 @@ class RolloutStats:
 
   def resume(self, trajectory: Trajectory) -> None:
     """Counts a trajectory that an earlier start sampled."""
-    tokens = trajectory.spent.get('sampled_tokens', 0)
+    spent = trajectory.spent
+    if not spent:  # of an earlier version, which kept no counters
+      own = (s for s in trajectory.segments if s.author == 'policy')
+      spent = {'sampled_tokens': sum(len(s.ids) for s in own)}
+    tokens = spent.get('sampled_tokens', 0)
     self.count(trajectories=1, earlier_trajectories=1, earlier_tokens=tokens)
-    self.count(**trajectory.spent)
+    self.count(**spent)
 
   def __add__(self, other: 'RolloutStats') -> 'RolloutStats':
     """The stats of two rollouts, one after the other."""

@@ -42,7 +42,6 @@ import math
 import os
 import pathlib
 import re
-import shutil
 import socket
 import tempfile
 import threading
@@ -164,7 +163,14 @@ def _taken(file: Any, folder: pathlib.Path, stack: contextlib.ExitStack) -> str:
   path, owner = folder / _OWNER, _owner(folder)
   if owner:
     return f'{used} ({owner}; if it has ended, remove {path})'
-  path.unlink(missing_ok=True)  # of a process that died
+  # Of a process that died, unless another start has taken it meanwhile.
+  dead = path.with_name(f'{_OWNER}.{socket.gethostname()}.{os.getpid()}')
+  with contextlib.suppress(FileNotFoundError):
+    path.rename(dead)
+    if _owner(folder, dead.name):
+      dead.rename(path)
+      return used
+    dead.unlink()
   try:
     with open(path, 'x') as mine:
       json.dump([socket.gethostname(), os.getpid()], mine)
@@ -174,10 +180,10 @@ def _taken(file: Any, folder: pathlib.Path, stack: contextlib.ExitStack) -> str:
   return ''
 
 
-def _owner(folder: pathlib.Path) -> str:
+def _owner(folder: pathlib.Path, name: str = _OWNER) -> str:
   """Who has a folder without locks; '' if nobody has, or is known to live."""
   try:
-    host, process = json.loads((folder / _OWNER).read_text())
+    host, process = json.loads((folder / name).read_text())
   except OSError:
     return ''
   except ValueError:  # it is being written
@@ -320,8 +326,7 @@ def _stable(value: Any) -> Any:
 def make(folder: pathlib.Path, write: Callable[[pathlib.Path], Any]) -> None:
   """Makes a folder by write(folder), instead of what an earlier call made.
 
-  Nothing is touched if it is there already, with the same content. A folder
-  without files is nothing: an object store keeps none.
+  Nothing is touched if it is there already, with the same content.
 
   Raises:
     RunError: something else is there, which is left as it is; another process
@@ -337,19 +342,26 @@ def make(folder: pathlib.Path, write: Callable[[pathlib.Path], Any]) -> None:
       if folder.exists() and digest(folder) == digest(part):
         return
       with locked(folder.parent):
-        mark = folder / MADE
-        if folder.exists() and not _shown(folder):
-          mark.unlink(missing_ok=True)
-          folder.rmdir()
-        elif folder.exists():
+        if folder.exists():
           require(
-            mark.exists() and mark.read_text() == digest(folder),
+            _is_made(folder),
             f'{folder} is in the way: no run made it, or it was changed since. '
             'Move it to another place, or use another --workdir',
           )
-          shutil.rmtree(folder)
+          folder.rename(pathlib.Path(home, 'old'))
         (part / MADE).write_text(digest(part))
         part.rename(folder)
+
+
+def _is_made(folder: pathlib.Path) -> bool:
+  """Whether `make` made a folder as it is, or it has no files: an object store
+  keeps no empty folders."""
+  mark, shown = folder / MADE, _shown(folder)
+  hidden = {p.relative_to(folder).parts[0] for p in folder.rglob('.*')}
+  if hidden - {MADE, '.ipynb_checkpoints'}:
+    return False
+  made = mark.exists() and mark.read_text() == digest(folder)
+  return made or not shown
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,12 +16,14 @@ import logging
 import os
 import pathlib
 import re
+import shutil
 import socket
 from typing import Any
 
 from searchrl_jax.run import cluster, records
 
 CACHE = 'SEARCHRL_CACHE'  # variable: the folder below which `fetch` writes
+_READ = 'read'  # below it: the copies of commands that only read a run
 _MARK = '.location'  # file in the local folder of a run: the location
 # Weights and checkpoints, which are read and written elsewhere.
 _APART = re.compile(r'(^|/)(\d{8}|published)[./]')
@@ -97,7 +99,7 @@ def open_run(location: str, writes: bool = False, steps: bool = False) -> str:
     f'{location}: a run folder is gs://BUCKET/FOLDER, or a local one, which '
     'may be a mounted bucket',
   )
-  folder = _cache('runs' if writes else 'read', location)
+  folder = _cache('runs' if writes else _READ, location)
   records.require(
     not (writes and records.in_use(folder)),
     f'{location} is in use by another process of this machine',
@@ -118,6 +120,9 @@ def open_run(location: str, writes: bool = False, steps: bool = False) -> str:
     and (writes or steps or not _STEP.search(name))
   )
   _prune(folder, drop)
+  for mark in folder.glob(f'*/{records.MADE}') if writes else ():
+    if mark.read_text() != records.digest(mark.parent):  # pushed in part
+      shutil.rmtree(mark.parent)
   _same[folder] = {name: _stamp(folder / name) for name in _names(folder)}
   return str(folder)
 
@@ -157,7 +162,8 @@ def push(folder: pathlib.Path | str) -> None:
   same = _same.setdefault(folder, {})
   with _explained(str(place(folder))):
     fs, root = _open(str(place(folder)))
-    for name in _names(folder):
+    last = ('metrics.jsonl', records.MADE)  # that other files are there
+    for name in sorted(_names(folder), key=lambda name: name.endswith(last)):
       owner = _OWNER.search(name)
       if int(owner[1] if owner else 0) != cluster.rank():
         continue
@@ -165,6 +171,13 @@ def push(folder: pathlib.Path | str) -> None:
         continue
       stamp = _stamp(folder / name)
       if same.get(name) != stamp:
+        # The cache of commands that read is common: another one may have
+        # fetched a file that the run has written again since.
+        at = f'{root}/{name}'
+        if (
+          _is_read(folder) and fs.exists(at) and _time(fs.info(at)) >= stamp[1]
+        ):
+          continue
         fs.put_file(str(folder / name), f'{root}/{name}')
         same[name] = stamp
 
@@ -208,14 +221,30 @@ def _is_hidden(name: str) -> bool:
 
 
 def _prune(folder: pathlib.Path, drop: Callable[[str], bool]) -> None:
-  """Removes files of a local copy by their names."""
-  for name in filter(drop, _names(folder)):
-    (folder / name).unlink()
+  """Removes files of a local copy by their names, but for folders in use."""
+  used = [
+    lock.parent for lock in folder.rglob('.lock') if records.in_use(lock.parent)
+  ]
+  for path in (folder / name for name in filter(drop, _names(folder))):
+    if not any(home in path.parents for home in used):
+      path.unlink()
 
 
 def _stamp(path: pathlib.Path) -> tuple[int, int]:
   found = path.stat()
   return found.st_size, found.st_mtime_ns
+
+
+def _time(info: dict[str, Any]) -> int:
+  """When an object was written, in nanoseconds; 0 = the store does not say."""
+  times = map(info.get, ('mtime', 'LastModified', 'created'))
+  when = next(filter(None, times), 0)
+  when = when.timestamp() if hasattr(when, 'timestamp') else when
+  return int(when * 1e6) * 1000
+
+
+def _is_read(folder: pathlib.Path) -> bool:
+  return folder.parent.name == _READ
 
 
 def _pull(
@@ -237,10 +266,7 @@ def _pull(
         continue
       out.append(name)
       path = folder / name
-      times = map(info.get, ('mtime', 'LastModified', 'created'))
-      when = next(filter(None, times), 0)
-      when = when.timestamp() if hasattr(when, 'timestamp') else when
-      stamp = info['size'], int(when * 1e6) * 1000
+      stamp = info['size'], _time(info)
       if path.exists() and _stamp(path) == stamp:
         continue
       path.parent.mkdir(parents=True, exist_ok=True)

@@ -137,12 +137,17 @@ class Writer:
     """Opens the files that one process writes; `stack` closes them."""
     self._lock = stack.enter_context(records.locked(self.folder))
     path, step = self.folder / 'environment.json', self._first
-    starts = (files.read_json(path) or {'starts': []})['starts']
+    starts = (files.read_json(path) or {}).get('starts', [])
     file = self.folder / 'config.json'
     begun = remote.begun(self.folder)
     records.require(
       begun or starts or not file.exists(),
       f'{file} is in the way: no run wrote it. Use another folder',
+    )
+    records.require(  # which every start writes first
+      file.exists() or not begun,
+      f'{self.folder} has metrics or checkpoints and no config.json: no run '
+      'wrote them. Use another folder',
     )
     changed, before = {}, {}
     if begun:
@@ -201,9 +206,13 @@ class Writer:
     values = {k: float(v) for k, v in metrics.items()}
     if not cluster.main():
       return values
-    *before, last = self._metrics.read_text().splitlines()
-    line = json.dumps(json.loads(last) | records.plain(values))
-    records.write_text(self._metrics, '\n'.join([*before, line, '']))
+    lines = self._metrics.read_text().splitlines()
+    line = {'step': step}
+    # A machine that went down may have lost it, and kept the checkpoint.
+    if lines and json.loads(lines[-1])['step'] == step:
+      line = json.loads(lines.pop())
+    line = json.dumps(line | records.plain(values))
+    records.write_text(self._metrics, '\n'.join([*lines, line, '']))
     self._track(step, values)
     return values
 
@@ -367,11 +376,9 @@ class Writer:
 
   def _changed(self, path: pathlib.Path, config) -> dict:
     """Compares with config.json; the changed fields: {field: [before, now]}."""
-    changed = {}
-    if path.exists():
-      with lookup.of(str(path), caught=(ValueError, TypeError, AttributeError)):
-        before = records.plain(records.config(path.read_text()))
-      changed = lookup.differences(before, records.plain(config))
+    with lookup.of(str(path), caught=(ValueError, TypeError, AttributeError)):
+      before = records.plain(records.config(path.read_text()))
+    changed = lookup.differences(before, records.plain(config))
     for field, values in changed.items():
       old, new = ('absent' if v is None else json.dumps(v) for v in values)
       what = f'config.{field} is {old} there and {new} now'

@@ -167,7 +167,8 @@ class Chat:
         thought = any(getattr(said, name, None) for name in names)
         said = said.content
     if isinstance(said, list):  # parts; those of thoughts have no text
-      said = ''.join(str(part.get('text') or '') for part in said)
+      texts = (x.get('text') if isinstance(x, dict) else x for x in said)
+      said = ''.join(str(text or '') for text in texts)
     text = without_thoughts(said) if isinstance(said, str) else ''
     if not text.strip() or end in _INCOMPLETE:
       what = f'within {max_tokens} tokens (finish_reason={end!r})'

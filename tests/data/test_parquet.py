@@ -97,6 +97,7 @@ def test_merged_sets_count_each_source_from_zero(tmp_path):
     (['Ann', 'B'], ('Ann', 'B')),
     # As text, which pandas writes for lists and objects.
     ({'target': '["Ann", "B"]'}, ('Ann', 'B')),
+    ({'target': '[0, 1]'}, ('[0, 1]',)),  # an interval
     ("['Ann', 'B']", ('Ann', 'B')),
     ('{"target": ["Ann", "B"]}', ('Ann', 'B')),
     ('[-2, 7]', ('[-2, 7]',)),  # an interval
