@@ -158,9 +158,10 @@ def test_export_loads_back(run, tmp_path):
   generation = json.loads((tmp_path / 'hf/generation_config.json').read_text())
   assert generation['stop_strings'] == ['</search>', '</answer>']
   assert not generation['do_sample']  # as the evaluation
-  em = json.loads((folder / 'evaluation' / 'eval.json').read_text())['eval/em']
+  (out,) = folder.glob('evaluation_*')
+  em = json.loads((out / 'eval.json').read_text())['eval/em']
   card = (tmp_path / 'hf' / 'README.md').read_text()
-  assert f'| evaluation | 1 | {em:.3f} |' in card
+  assert f'| {out.name} | 1 | {em:.3f} |' in card
   assert 'while it trained' in card and 'answer.em' in card
   assert f'from `{folder}/warm`' in card
 

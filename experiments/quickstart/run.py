@@ -20,7 +20,7 @@ from configs import quickstart as recipe
 from searchrl_jax import evaluate, sft, train, view
 from searchrl_jax.ask import OTHER, STYLES, printable
 from searchrl_jax.data import core as data
-from searchrl_jax.run import build, command, records, writer
+from searchrl_jax.run import build, command, folders, records
 from searchrl_jax.sweeps.stages import Clock
 
 # What the project promises of this command; `summary.json` tells what came.
@@ -46,7 +46,7 @@ def quickstart(config, workdir: str, *, controls: bool = False) -> dict:
   clock = Clock(folder / 'seconds.json')
 
   with contextlib.ExitStack() as stack:
-    stack.enter_context(writer.lock(workdir))
+    stack.enter_context(folders.locked_once(workdir))
     out.rule('1. a world and its retrieval server')
     with clock('world'):
       url = stack.enter_context(build.retrieval(config, workdir))
@@ -72,9 +72,10 @@ def quickstart(config, workdir: str, *, controls: bool = False) -> dict:
       train.train(run, workdir)
 
     out.rule('4. controls: no search; wrong passages; none')
+    evaluation = folder / f'evaluation_{run.train.steps}'
     with clock('controls'):
       after = evaluate.evaluate(
-        run, workdir, str(folder / 'evaluation'), with_controls=True
+        run, workdir, str(evaluation), with_controls=True
       )
     within = sum(clock.seconds.values())
 
@@ -101,7 +102,7 @@ def quickstart(config, workdir: str, *, controls: bool = False) -> dict:
   records.write_json(folder / 'summary.json', summary)
   _plot(steps, folder / 'learning_curve.png')
   tok = build.tokenizer(config, workdir)
-  _show_trajectories(out, folder / 'evaluation' / 'eval', tok)
+  _show_trajectories(out, evaluation / 'eval', tok)
   _show_table(out, before, after, summary)
   out.print(f'learning curve: {folder / "learning_curve.png"}')
   out.print(f'figures:        {folder / "summary.json"}')

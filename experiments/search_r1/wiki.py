@@ -60,9 +60,9 @@ def bare(questions, source, k: int) -> dict[str, dict[str, float]]:
   return out
 
 
-def rows_of(folder: pathlib.Path, env):
+def rows_of(folder: str, env):
   """The scored trajectories that an evaluation wrote."""
-  found = records.read(folder / 'eval')
+  found = records.read(pathlib.Path(folder, 'eval'))
   return grading.score([record.trajectory for record in found], env)
 
 
@@ -89,11 +89,13 @@ def run(workdir: str, minutes: float) -> dict:
     learn.data.eval = ConfigDict()  # evaluated below, once
     with clock('reinforcement_learning'):
       train.train(learn, str(folder / 'rl'))
+    evaluations = {}
     with clock('evaluation'):
       for name in ('warm', 'rl'):
-        evaluate.evaluate(
-          config, str(folder / name), str(folder / f'{name}_evaluation')
-        )
+        own = str(folder / name)
+        asked = evaluate.asked(config, own)
+        evaluations[name] = evaluate.default_out(config, own, asked)
+        evaluate.answer(config, own, evaluations[name], asked)
     source = build.source(config, url)
     questions = [
       q
@@ -104,9 +106,7 @@ def run(workdir: str, minutes: float) -> dict:
     asyncio.run(source.close())
 
   env = build.environment(config, build.tokenizer(config, str(folder / 'rl')))
-  scored = {
-    name: rows_of(folder / f'{name}_evaluation', env) for name in ('warm', 'rl')
-  }
+  scored = {name: rows_of(out, env) for name, out in evaluations.items()}
   sources = ['all', *sorted({q.source for q in questions})]
   table = []
   for source_name in sources:
