@@ -38,6 +38,7 @@ from searchrl_jax.run import (
   checkpoint,
   cluster,
   command,
+  folders,
   lookup,
   parameters,
   progress,
@@ -45,7 +46,7 @@ from searchrl_jax.run import (
   sharding,
 )
 from searchrl_jax.run.signals import Loop
-from searchrl_jax.run.writer import Writer, environment, lock
+from searchrl_jax.run.writer import Writer, environment
 from searchrl_jax.sources import controls
 from searchrl_jax.sources.none import NoSource
 from searchrl_jax.types import Question
@@ -180,12 +181,12 @@ def asked(
     weights = parameters.digest(workdir, step)
     about |= {'--checkpoint': step, 'weights': weights}
   else:
-    weights = records.digest(parameters.contents(config))
+    weights = folders.digest(parameters.contents(config))
     about |= {'--checkpoint': '', 'weights': weights}
   wanted = ledger.read_manifest(manifest) if manifest else None
   sets = data.load_sets(config.data.eval, config.data)
   if wanted:
-    about['--manifest'] = records.digest(wanted)
+    about['--manifest'] = folders.digest(wanted)
     sets = ledger.frozen(sets, wanted, manifest)
   selecting = checks.selecting(config) if which == 'best' else ''
   sets.pop(selecting, None)
@@ -256,7 +257,7 @@ def answer(config, workdir: str, out: str, what: Asked) -> dict[str, float]:
     config.eval.questions = 0
   services = loaded(config, workdir, out, about.get('--checkpoint', ''))
   with contextlib.ExitStack() as stack:
-    stack.enter_context(lock(out))
+    stack.enter_context(folders.locked_once(out))
     before = (folder / 'environment.json').exists()  # of an evaluation
     for path in (folder / name for name in RESULTS):
       records.require(
@@ -360,7 +361,7 @@ def define_config_and_workdir():
 
 def default_out(config, workdir: str, what: Asked) -> str:
   """Returns a folder for this config, checkpoint and what is asked."""
-  digest = records.digest([records.plain(config), what.about])[:8]
+  digest = folders.digest([records.plain(config), what.about])[:8]
   step = what.about['--checkpoint']
   return str(pathlib.Path(workdir) / f'evaluate_{step}_{digest}')
 

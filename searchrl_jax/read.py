@@ -34,7 +34,7 @@ import pandas as pd
 
 from searchrl_jax.evaluators import ledger
 from searchrl_jax.rewards import equivalence
-from searchrl_jax.run import build, lookup, records
+from searchrl_jax.run import build, folders, lookup, records
 from searchrl_jax.run.records import Record, RunError
 from searchrl_jax.text import parser, untrusted
 from searchrl_jax.text import tokenizer as tokenizers
@@ -63,7 +63,7 @@ def run(folder: os.PathLike | str, live: bool = False) -> 'Run':
     'run or the --out of an evaluation',
   )
   records.require(
-    live or not records.in_use(path),
+    live or not folders.in_use(path),
     f'{path} is being written: wait for its end, or read what is complete with '
     'live=True (`view`: --serve)',
   )

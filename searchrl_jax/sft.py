@@ -35,10 +35,10 @@ from searchrl_jax.run import (
   build,
   cluster,
   command,
+  folders,
   lookup,
   parameters,
   progress,
-  writer,
 )
 from searchrl_jax.run.session import Session
 from searchrl_jax.run.signals import Loop
@@ -268,7 +268,7 @@ def sft(config, workdir: str) -> dict[str, float]:
     c.steps > 0, f'config.sft.steps={c.steps}: there is nothing to train'
   )
   optim.schedule(c, c.steps, 'config.sft')
-  with writer.lock(workdir):
+  with folders.locked_once(workdir):
     return _sft(config, workdir)
 
 

@@ -37,9 +37,9 @@ from searchrl_jax.run import (
   build,
   cluster,
   command,
+  folders,
   parameters,
   progress,
-  writer,
 )
 from searchrl_jax.run.session import Session
 
@@ -56,7 +56,7 @@ def train(config, workdir: str) -> dict[str, float]:
     Stopped: by a signal; the run is saved.
   """
   checks.check(config)
-  with writer.lock(workdir):
+  with folders.locked_once(workdir):
     return _train(config, workdir)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from searchrl_jax.data import core as data
-from searchrl_jax.run import checkpoint, records, remote
+from searchrl_jax.run import checkpoint, folders, records, remote
 from tests import gcs, tiny
 
 
@@ -82,7 +82,7 @@ def test_what_another_command_writes_is_not_pruned(location):
   folder = remote.open_run('gs://b/run')
   left, mine = f'{folder}/old', f'{folder}/evaluate_1'
   records.write_text(f'{left}/x', '')
-  with records.locked(mine):
+  with folders.locked(mine):
     records.write_text(f'{mine}/config.json', '{}')
     remote.open_run.__wrapped__('gs://b/run')
   assert os.path.exists(f'{mine}/config.json')
@@ -93,7 +93,7 @@ def test_a_folder_that_was_pushed_in_part_is_made_again(location):
   start = lambda: remote.open_run.__wrapped__('gs://b/run', writes=True)
   write = lambda x: [records.write_text(x / name, name) for name in 'ab']
   folder = start()
-  records.make(pathlib.Path(folder, 'tokenizer'), write)
+  folders.make(pathlib.Path(folder, 'tokenizer'), write)
   records.write_text(f'{folder}/metrics.jsonl', '')
   names = []
   with pytest.MonkeyPatch.context() as m:
@@ -107,7 +107,7 @@ def test_a_folder_that_was_pushed_in_part_is_made_again(location):
   remote.push(folder)
   (location / 'tokenizer' / 'b').unlink()
   assert not os.path.exists(f'{start()}/tokenizer')
-  records.make(pathlib.Path(folder, 'tokenizer'), write)
+  folders.make(pathlib.Path(folder, 'tokenizer'), write)
   remote.push(folder)
   assert os.path.exists(f'{start()}/tokenizer/b')
 

@@ -17,7 +17,7 @@ from ml_collections import ConfigDict
 import numpy as np
 import pytest
 
-from searchrl_jax.run import build, records, schema, writer
+from searchrl_jax.run import build, folders, records, schema, writer
 from searchrl_jax.run.lookup import ConfigError
 from searchrl_jax.run.records import Record, RunError
 from searchrl_jax.types import (
@@ -409,12 +409,12 @@ def test_fields_that_may_differ_are_noted(tmp_path):
 
 HOLDS = """
 import fcntl, sys, time
-from searchrl_jax.run import records
+from searchrl_jax.run import folders
 def flock(*_):
   raise OSError(int(sys.argv[2]), 'No locks available')
 if int(sys.argv[2]):
   fcntl.flock = flock
-with records.locked(sys.argv[1]):
+with folders.locked(sys.argv[1]):
   print('held', flush=True)
   time.sleep(600)
 """
@@ -430,16 +430,16 @@ def test_two_processes_cannot_share_a_folder(tmp_path, monkeypatch, error):
   if error:
     monkeypatch.setattr(fcntl, 'flock', flock)
   command = [sys.executable, '-c', HOLDS, str(tmp_path), str(error)]
-  make = lambda: records.make(tmp_path / 'made', lambda x: (x / 'a').touch())
+  make = lambda: folders.make(tmp_path / 'made', lambda x: (x / 'a').touch())
   other = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
   with other, contextlib.ExitStack() as stack:
     stack.callback(other.kill)
     assert other.stdout.readline() == 'held\n'
-    assert records.in_use(tmp_path)
+    assert folders.in_use(tmp_path)
     for start in (lambda: open_writer(tmp_path), make):
       with pytest.raises(RunError, match='in use by another process; wait'):
         start()
-  assert not records.in_use(tmp_path) and not (tmp_path / 'made').exists()
+  assert not folders.in_use(tmp_path) and not (tmp_path / 'made').exists()
   with open_writer(tmp_path):
     make()  # by the process that has the folder
     with futures.ThreadPoolExecutor() as threads:  # not by another of its runs
@@ -452,10 +452,10 @@ def test_a_stage_that_waits_for_another_says_so(tmp_path, caplog):
   with futures.ThreadPoolExecutor() as threads:
 
     def wait():
-      with records.locked(tmp_path, wait=True):
+      with folders.locked(tmp_path, wait=True):
         return time.monotonic()
 
-    with records.locked(tmp_path):
+    with folders.locked(tmp_path):
       second = threads.submit(wait)
       while not caplog.messages:
         time.sleep(0.01)
@@ -481,22 +481,22 @@ def test_without_locks_another_machine_is_named(tmp_path, monkeypatch):
 
 def test_a_folder_is_made_where_nothing_else_is(tmp_path):
   folder, write = tmp_path / 'tokenizer', lambda x: (x / 'a').write_text('a')
-  records.make(folder, write)
+  folders.make(folder, write)
   before = os.stat(folder / 'a')
-  records.make(folder, write)  # the same: it is left alone
+  folders.make(folder, write)  # the same: it is left alone
   assert os.stat(folder / 'a').st_ino == before.st_ino
   other = lambda x: (x / 'b').write_text('b')
-  records.make(folder, other)
+  folders.make(folder, other)
   assert (folder / 'b').read_text() == 'b' and not (folder / 'a').exists()
   (folder / '.ipynb_checkpoints').mkdir()
   (folder / '.ipynb_checkpoints' / 'b').write_text('of an editor')
-  records.make(folder, write)
+  folders.make(folder, write)
   (folder / 'a').unlink()  # a location keeps no empty folders, nor leftovers
-  records.make(folder, write)
+  folders.make(folder, write)
   (folder / 'notes').write_text('mine')
   for _ in range(2):
     with pytest.raises(RunError, match='tokenizer is in the way: no run made'):
-      records.make(folder, write)
+      folders.make(folder, write)
     assert (folder / 'notes').read_text() == 'mine'
     (folder / '.made').unlink(missing_ok=True)
   left = sorted(path.name for path in tmp_path.iterdir())

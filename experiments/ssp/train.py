@@ -36,7 +36,7 @@ from searchrl_jax.rewards import judge as judges
 from searchrl_jax.rollout import collector
 from searchrl_jax.rollout.chains import greedy, rollout
 from searchrl_jax.rollout.core import RolloutStats
-from searchrl_jax.run import build, command, lookup, parameters, writer
+from searchrl_jax.run import build, command, folders, lookup, parameters
 from searchrl_jax.run.session import Session
 from searchrl_jax.types import Group, Rewards, Trajectory
 
@@ -215,7 +215,7 @@ def train(config, workdir: str) -> dict[str, float]:
     As searchrl_jax.train.train; JudgeError where a judge verifies.
   """
   start.check(config)
-  with writer.lock(workdir):
+  with folders.locked_once(workdir):
     return _train(config, workdir)
 
 

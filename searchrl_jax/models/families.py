@@ -15,7 +15,6 @@ from collections.abc import Iterable, Mapping
 import dataclasses
 import math
 import pathlib
-import re
 import shutil
 import textwrap
 from typing import Any, NamedTuple
@@ -33,7 +32,7 @@ class Family(NamedTuple):
     post_norms: norms after attention and feed-forward too, before the sums.
     norm_offset: the factor of a norm is this + its weight.
     scaled_embedding: embeddings are multiplied by sqrt(d_model).
-    names: of tensors that differ from `_NAMES`.
+    names: of tensors that differ from those of `hf_tensors`.
   """
 
   architecture: str
@@ -83,24 +82,6 @@ _TEXT_DEFAULTS = {
   'head_dim': 256,
   'sliding_window': 4096,
 }
-# What names of tensors begin with -> in a model of text alone. The first of:
-# text and images by transformers 4 and 5, and the same without a head; text
-# without a head (AutoModel).
-_PREFIXES = {
-  'language_model.model.': 'model.',
-  'language_model.lm_head.': 'lm_head.',
-  'model.language_model.': 'model.',
-  'language_model.': 'model.',
-  **{f'{x}.': f'model.{x}.' for x in ('embed_tokens', 'layers', 'norm')},
-}
-_NOT_TEXT = re.compile(r'(model\.)?(vision_tower|multi_modal_projector)\.')
-# What torch.compile, data-parallel training and checkpointed activations put
-# between the parts of a name.
-_WRAPPERS = re.compile(
-  r'(?<![^.])(_orig_mod|module|_fsdp_wrapped_module|_checkpoint_wrapped_module)'
-  r'\.'
-)
-
 # Sizes in `DecoderConfig` -> in config.json.
 _SIZES = {
   'vocab_size': 'vocab_size',
@@ -415,98 +396,6 @@ def format_config(
   if name != 'qwen2':
     out['attention_bias'] = False
   return {k: v for k, v in out.items() if k not in other}
-
-
-@dataclasses.dataclass(frozen=True)
-class Tensor:
-  """One tensor of a checkpoint and where it lives in the parameters.
-
-  Projections are [out, in] in the checkpoint and [in..., out...] in our
-  parameters, with the heads split; `n_in` is the number of our leading axes
-  that form `in`, and 0 means that nothing is transposed.
-  """
-
-  name: str  # 'model.layers.3.self_attn.q_proj.weight'
-  shape: tuple[int, ...]  # of the checkpoint's tensor
-  path: str  # 'layers/q'
-  layer: int | None  # index on the leading L of our array; None: not stacked
-  ours: tuple[int, ...]  # our shape, without L
-  n_in: int = 0
-
-  def to_ours(self, x):
-    """A view of the checkpoint's tensor in our layout (numpy)."""
-    return (x.T if self.n_in else x).reshape(self.ours)
-
-  def to_hf(self, x):
-    """The inverse, of our array or a block of it along our axis `n_in`."""
-    if not self.n_in:
-      return x.reshape(-1, *self.shape[1:])
-    return x.reshape(self.shape[-1], -1).T
-
-
-# Our name -> (theirs, number of our leading axes that are their `in`).
-_NAMES = {
-  'embed': ('model.embed_tokens.weight', 0),
-  'attn_norm': ('input_layernorm.weight', 0),
-  **{x: (f'self_attn.{x}_proj.weight', 1) for x in 'qkv'},
-  **{f'{x}_bias': (f'self_attn.{x}_proj.bias', 0) for x in 'qkv'},
-  **{f'{x}_norm': (f'self_attn.{x}_norm.weight', 0) for x in 'qk'},
-  'o': ('self_attn.o_proj.weight', 2),
-  'mlp_norm': ('post_attention_layernorm.weight', 0),
-  **{x: (f'mlp.{x}_proj.weight', 1) for x in ('gate', 'up', 'down')},
-  'final_norm': ('model.norm.weight', 0),
-  'head': ('lm_head.weight', 1),
-}
-# Those of adapters are PEFT's: '...q_proj.lora_A.weight'.
-_NAMES |= {
-  f'{x}_lora_{kind}': (
-    name.replace('.weight', f'.lora_{kind.upper()}.weight'),
-    n,
-  )
-  for x, (name, n_in) in [*_NAMES.items()]
-  if '_proj.weight' in name
-  for kind, n in (('a', n_in), ('b', 1))
-}
-TIED_HEAD = 'lm_head.weight'  # may be present, equal to the embedding
-
-
-def text_name(name: str) -> str:
-  """A tensor's name in a model of text alone; '': it has none."""
-  name = _WRAPPERS.sub('', name)
-  for prefix, own in _PREFIXES.items():
-    if name.startswith(prefix):
-      return own + name.removeprefix(prefix)
-  return '' if _NOT_TEXT.match(name) else name
-
-
-def tensors(
-  shapes: Mapping[str, tuple[int, ...]], family: str
-) -> dict[str, Tensor]:
-  """Every tensor of a checkpoint by its name, in the order of the layers.
-
-  Args:
-    family: of FAMILIES.
-    shapes: our path -> shape, stacked, as `decoder.param_table` gives them:
-      of the whole model, or of its layers alone.
-  """
-  stacked = [path for path in shapes if path.startswith('layers/')]
-  n_layers = shapes[stacked[0]][0]
-  places: list[tuple[str, int | None]] = [('embed', None)] * ('embed' in shapes)
-  places += [(path, i) for i in range(n_layers) for path in stacked]
-  places += [(p, None) for p in ('final_norm', 'head') if p in shapes]
-  names, out = {**_NAMES, **FAMILIES[family].names}, {}
-  for path, layer in places:
-    name, n_in = names[path.split('/')[-1]]
-    shape = tuple(shapes[path])
-    if layer is not None:
-      name, shape = f'model.layers.{layer}.{name}', shape[1:]
-    hf = shape
-    if n_in:
-      hf = (math.prod(shape[n_in:]), math.prod(shape[:n_in]))
-    elif path.endswith('_bias'):
-      hf = (math.prod(shape),)
-    out[name] = Tensor(name, hf, path, layer, shape, n_in)
-  return out
 
 
 def _require(good, found: str, expected: str) -> None:

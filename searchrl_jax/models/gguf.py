@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from searchrl_jax.models import families, pretrained
+from searchrl_jax.models import families, hf_tensors, pretrained
 from searchrl_jax.run import lookup
 
 VERSION = 1  # of what `to_folder` makes of a file
@@ -179,13 +179,13 @@ def config_of(fields: dict[str, Any], tensors) -> dict[str, Any]:
   return families.format_config(full, like={**out, **ids})
 
 
-def name_of(tensor: families.Tensor) -> str:
+def name_of(tensor: hf_tensors.Tensor) -> str:
   """Of a tensor of ours, in the file."""
   name = _NAMES[tensor.path.split('/')[-1]]
   return name if tensor.layer is None else f'blk.{tensor.layer}.{name}'
 
 
-def _match(table: dict[str, families.Tensor], tensors) -> dict[str, Any]:
+def _match(table: dict[str, hf_tensors.Tensor], tensors) -> dict[str, Any]:
   """The file's tensor of each of the model's."""
   lookup.require(
     'rope_freqs.weight' not in tensors,
@@ -217,7 +217,7 @@ def _match(table: dict[str, families.Tensor], tensors) -> dict[str, Any]:
   return out
 
 
-def weights(cfg, tensor: families.Tensor, raw, kind) -> np.ndarray:
+def weights(cfg, tensor: hf_tensors.Tensor, raw, kind) -> np.ndarray:
   """A tensor in Hugging Face's layout, float32.
 
   raw: as the file has it. kind: a gguf.GGMLQuantizationType, or its number.

@@ -24,7 +24,7 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
-from searchrl_jax.models import decoder, families
+from searchrl_jax.models import decoder, hf_tensors
 from searchrl_jax.models.decoder import DecoderConfig, Lora
 from searchrl_jax.run import lookup
 
@@ -195,10 +195,10 @@ def served(cfg: DecoderConfig, params: dict) -> tuple[DecoderConfig, dict]:
 # PEFT's files.
 
 
-def tensor_table(cfg: DecoderConfig) -> dict[str, families.Tensor]:
+def tensor_table(cfg: DecoderConfig) -> dict[str, hf_tensors.Tensor]:
   """Every tensor of an adapter by PEFT's name."""
   shapes = decoder.shapes_of(adapter_table(cfg))
-  found = families.tensors(shapes, cfg.family)
+  found = hf_tensors.table(shapes, cfg.family)
   return {_PREFIX + name: tensor for name, tensor in found.items()}
 
 

@@ -21,7 +21,7 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
-from searchrl_jax.models import decoder, families, rotary
+from searchrl_jax.models import decoder, families, hf_tensors, rotary
 from searchrl_jax.run import lookup, sharding
 
 INDEX = 'model.safetensors.index.json'
@@ -70,10 +70,10 @@ def read_config(path, **flags) -> decoder.DecoderConfig:
     return decoder_config(read_json(path), **flags)
 
 
-def tensor_table(cfg: decoder.DecoderConfig) -> dict[str, families.Tensor]:
+def tensor_table(cfg: decoder.DecoderConfig) -> dict[str, hf_tensors.Tensor]:
   """Every tensor of the checkpoint of such a model, by its name."""
   shapes = decoder.shapes_of(decoder.param_table(cfg))
-  return families.tensors(shapes, cfg.family)
+  return hf_tensors.table(shapes, cfg.family)
 
 
 class Stored(NamedTuple):
@@ -166,7 +166,7 @@ def _open_folder(path: pathlib.Path) -> dict[str, Stored]:
     except safetensors.SafetensorError as e:
       raise ValueError(f'{path / file}: truncated or malformed: {e}') from e
     for name in opened.keys():
-      ours = families.text_name(name)
+      ours = hf_tensors.text_name(name)
       if ours and holder.get(name, file) == file:
         entry = opened.get_slice(name)
         read = functools.partial(opened.get_tensor, name)
@@ -183,7 +183,7 @@ def _open_folder(path: pathlib.Path) -> dict[str, Stored]:
 
 def _missing(name: str, stored: Mapping[str, Stored]) -> str:
   """What to say of a tensor that is not there."""
-  if name == families.TIED_HEAD:
+  if name == hf_tensors.TIED_HEAD:
     return (
       'is missing, and tie_word_embeddings is false in config.json: set it to '
       'true if the head is the embedding, or add the tensor'
@@ -205,7 +205,7 @@ def _check_tensors(path, table, stored: dict[str, Stored]):
     elif name in table:
       good = entry.shape == table[name].shape and entry.dtype in _READ
       problem += f'{table[name].shape}, one of {", ".join(_READ)}'
-    elif name == families.TIED_HEAD:
+    elif name == hf_tensors.TIED_HEAD:
       # Some writers store the tied head again.
       embedding = stored[next(iter(table))].read()
       good = np.array_equal(entry.read(), embedding)
@@ -258,7 +258,7 @@ def load(
   return cfg, decoder.nest(flat)
 
 
-def _copy(ours: np.ndarray, tensor: families.Tensor, theirs: np.ndarray):
+def _copy(ours: np.ndarray, tensor: hf_tensors.Tensor, theirs: np.ndarray):
   """Writes a checkpoint's tensor to our array, in our layout, cast."""
   if not tensor.n_in:
     ours[...] = tensor.to_ours(theirs)
@@ -319,7 +319,7 @@ def save(
 def write_folder(
   path,
   config: Mapping[str, Any],
-  table: Mapping[str, families.Tensor],
+  table: Mapping[str, hf_tensors.Tensor],
   read: Callable[[str], np.ndarray],
   dtype='float32',
   write: Callable[[pathlib.Path], None] = lambda folder: None,

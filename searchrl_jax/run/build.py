@@ -22,6 +22,7 @@ from searchrl_jax.engines.weights import sync
 from searchrl_jax.models import lora, pretrained
 from searchrl_jax.run import (
   cluster,
+  folders,
   lookup,
   parameters,
   records,
@@ -75,7 +76,7 @@ def contents(
   for field, asked in questions.items():
     # Without fields that say nothing: later versions may have more.
     filled = [{k: v for k, v in vars(q).items() if v} for q in asked]
-    found[field] = records.digest(filled)
+    found[field] = folders.digest(filled)
   if config.source.module == simulated.SIMULATED:
     path = config.source.simulator.path
     found['source.simulator.path'] = path and parameters.digest(path)
@@ -149,7 +150,7 @@ def _keep_tokenizer(config, workdir: str, kept: pathlib.Path) -> None:
   lookup.require(
     name, "config.model.tokenizer is empty: give a folder, 'world' or 'bpe'"
   )
-  records.make(kept, lambda out: _write_tokenizer(name, config, workdir, out))
+  folders.make(kept, lambda out: _write_tokenizer(name, config, workdir, out))
 
 
 def _write_tokenizer(name: str, config, workdir: str, out: pathlib.Path):
@@ -375,7 +376,7 @@ def corpus(config: ConfigDict, workdir: str) -> str:
     path = pathlib.Path(made.write(generated, out)['corpus'])
     names.append(path.relative_to(out))
 
-  records.make(folder, write)
+  folders.make(folder, write)
   return str(folder / names[0])
 
 

@@ -46,6 +46,25 @@ def require_content(file: pathlib.Path) -> None:
       )
 
 
+def require_contents(
+  folder,
+  before: Mapping[str, Any],
+  now: Mapping[str, Any],
+  error: type[Exception] = ConfigError,
+) -> None:
+  """Compares what a folder was made with, by content, to what there is now.
+
+  Names that one of the two lacks are not known.
+  """
+  for name in before.keys() & now.keys():
+    require(
+      before[name] == now[name],
+      f'{folder} was made with another content of {name}: {before[name]} there '
+      f'and {now[name]} now. Restore what it was, or choose another folder',
+      error,
+    )
+
+
 def near(name: str, names) -> str:
   """'did you mean x?', or the list of names, for error messages."""
   names = sorted(names)

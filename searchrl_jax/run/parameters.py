@@ -17,6 +17,7 @@ from retrieval import files
 from searchrl_jax.models import decoder, families, gguf, lora, pretrained
 from searchrl_jax.run import (
   checkpoint,
+  folders,
   lookup,
   progress,
   records,
@@ -180,7 +181,7 @@ def _with_adapters(config: ConfigDict, cfg, params: dict, mesh) -> dict:
 def tokenizer(workdir) -> dict[str, str]:
   """The part of a checkpoint's fingerprint that its run folder decides."""
   folder = pathlib.Path(workdir) / records.TOKENIZER
-  return {'tokenizer': records.digest(folder)} if folder.is_dir() else {}
+  return {'tokenizer': folders.digest(folder)} if folder.is_dir() else {}
 
 
 def contents(config: ConfigDict) -> dict[str, str]:

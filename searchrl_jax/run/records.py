@@ -28,24 +28,16 @@ Log-probs and advantages are float16; log-probs that a run resumes from
 position, other columns by dictionary; both are compressed by zstd.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
-import errno
-import fcntl
 import functools
-import hashlib
 import io
 import json
-import logging
 import math
 import os
 import pathlib
 import re
-import socket
-import tempfile
-import threading
-import time
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -61,9 +53,6 @@ CHECKPOINTS, TOKENIZER = 'checkpoints', 'tokenizer'
 # Folders of trajectories: of training, evaluations and controls.
 PARTS = ('trajectories eval sampled shuffled random empty no_search').split()
 _STEP = re.compile(r'step_(\d{8})(_\w+)?\.parquet')
-_LOCK, _OWNER, MADE = '.lock', '.owner', '.made'
-# Folder -> its lock file and the thread that has it, of this process.
-_held: dict[pathlib.Path, tuple[Any, int]] = {}
 UNREADABLE = (
   'it was cut off, or another version wrote it; environment.json names the '
   'commit that reads it'
@@ -86,118 +75,6 @@ def begun(folder: os.PathLike | str) -> bool:
   metrics = folder / 'metrics.jsonl'
   saved = [*(folder / CHECKPOINTS).glob('[0-9]*')]
   return bool(saved) or metrics.exists() and metrics.stat().st_size > 0
-
-
-def in_use(folder: os.PathLike | str) -> bool:
-  """Whether a command writes to the folder."""
-  folder = pathlib.Path(folder)
-  try:
-    with open(folder / _LOCK) as file:
-      fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-  except BlockingIOError:
-    return True
-  except OSError:  # none, or a file system without locks
-    return bool(_owner(folder))
-  return False
-
-
-@contextlib.contextmanager
-def locked(folder: os.PathLike | str, wait: bool = False) -> Iterator[Any]:
-  """Holds the lock of a folder, which is made if it is absent.
-
-  No other process or thread has it meanwhile. What is called within the block
-  takes part in it: a command holds its folder before it reads or writes
-  anything there. The lock ends with the process, however that ends.
-
-  wait: until another one that has it ends, which a line of the log names.
-
-  Yields:
-    the open lock file.
-
-  Raises:
-    RunError: another one has the folder, or it cannot be written to.
-  """
-  path, me = pathlib.Path(folder), threading.get_ident()
-  name = path.resolve()
-  held, owner = _held.get(name, (None, me))
-  if held is not None and owner == me and os.fstat(held.fileno()).st_nlink:
-    yield held
-    return
-  with contextlib.ExitStack() as stack:
-    with explained(path):
-      path.mkdir(parents=True, exist_ok=True)
-      file = stack.enter_context(open(path / _LOCK, 'a'))
-      said = ''
-      while used := _taken(file, path, stack):
-        require(wait, used)
-        if used != said:
-          logging.warning(said := used)
-        time.sleep(0.2)
-    _held[name] = mine = file, me
-    try:
-      yield file
-    finally:
-      if _held.get(name) is mine:  # else it was removed, and made anew
-        del _held[name]
-
-
-def _taken(file: Any, folder: pathlib.Path, stack: contextlib.ExitStack) -> str:
-  """Locks the open lock file of a folder until `stack` closes.
-
-  Returns:
-    '', or that another process has it.
-  """
-  used = (
-    f'{folder} is in use by another process; wait for its end, or use another '
-    '--workdir'
-  )
-  try:
-    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    return ''
-  except BlockingIOError:
-    return used
-  except OSError as e:
-    # Of a file system without locks (some NFS, FUSE and Lustre mounts).
-    if e.errno not in (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP):
-      raise
-  path, owner = folder / _OWNER, _owner(folder)
-  if owner:
-    return f'{used} ({owner}; if it has ended, remove {path})'
-  # Of a process that died, unless another start has taken it meanwhile.
-  dead = path.with_name(f'{_OWNER}.{socket.gethostname()}.{os.getpid()}')
-  with contextlib.suppress(FileNotFoundError):
-    path.rename(dead)
-    if _owner(folder, dead.name):
-      dead.rename(path)
-      return used
-    dead.unlink()
-  try:
-    with open(path, 'x') as mine:
-      json.dump([socket.gethostname(), os.getpid()], mine)
-  except FileExistsError:
-    return used
-  stack.callback(path.unlink, missing_ok=True)
-  return ''
-
-
-def _owner(folder: pathlib.Path, name: str = _OWNER) -> str:
-  """Who has a folder without locks; '' if nobody has, or is known to live."""
-  try:
-    host, process = json.loads((folder / name).read_text())
-  except OSError:
-    return ''
-  except ValueError:  # it is being written
-    return 'a process that has just begun'
-  if host == socket.gethostname():
-    try:
-      os.kill(process, 0)  # asks whether it lives
-    except ProcessLookupError:
-      return ''
-    except PermissionError:
-      pass  # it does, and is another user's
-    if process == os.getpid() and folder.resolve() not in _held:
-      return ''  # of one before a restart of the machine
-  return f'{process} on {host}'
 
 
 @contextlib.contextmanager
@@ -286,82 +163,6 @@ def drop_steps(folder: pathlib.Path, step: int) -> None:
     found = _STEP.fullmatch(path.name)
     if path.name.startswith('.step_') or found and int(found[1]) >= step:
       path.unlink()
-
-
-def digest(content: Any) -> str:
-  """Names a content: of the files of a folder but hidden ones, or of values
-  that JSON holds; of a value of another type, the type counts alone."""
-  found = hashlib.sha256()
-  if isinstance(content, pathlib.Path):
-    for path in _shown(content):
-      found.update(f'{path.relative_to(content)}\n'.encode())
-      found.update(path.read_bytes())
-  else:
-    text = json.dumps(content, skipkeys=True, default=_stable)
-    found.update(text.encode())
-  return found.hexdigest()[:16]
-
-
-def _shown(folder: pathlib.Path) -> list[pathlib.Path]:
-  """The files below a folder, without hidden ones and those of hidden folders.
-
-  What editors and notebooks leave (.ipynb_checkpoints) is no content.
-  """
-  found = ((path, path.relative_to(folder).parts) for path in folder.rglob('*'))
-  hidden = lambda parts: any(part.startswith('.') for part in parts)
-  return sorted(p for p, parts in found if p.is_file() and not hidden(parts))
-
-
-def _stable(value: Any) -> Any:
-  """What JSON has no type for, equal in every process."""
-  if isinstance(value, (set, frozenset)):
-    return sorted(map(str, value))
-  if isinstance(value, Mapping):
-    return dict(value)
-  if hasattr(value, '__array__'):
-    return np.asarray(value).tolist()
-  return type(value).__name__
-
-
-def make(folder: pathlib.Path, write: Callable[[pathlib.Path], Any]) -> None:
-  """Makes a folder by write(folder), instead of what an earlier call made.
-
-  Nothing is touched if it is there already, with the same content.
-
-  Raises:
-    RunError: something else is there, which is left as it is; another process
-      has the folder that it is in; or the disk is full.
-  """
-  with explained(folder):
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    beside = dict(dir=folder.parent, prefix=f'.{folder.name}.')
-    with tempfile.TemporaryDirectory(**beside) as home:
-      part = pathlib.Path(home, folder.name)
-      part.mkdir()
-      write(part)
-      if folder.exists() and digest(folder) == digest(part):
-        return
-      with locked(folder.parent):
-        if folder.exists():
-          require(
-            _is_made(folder),
-            f'{folder} is in the way: no run made it, or it was changed since. '
-            'Move it to another place, or use another --workdir',
-          )
-          folder.rename(pathlib.Path(home, 'old'))
-        (part / MADE).write_text(digest(part))
-        part.rename(folder)
-
-
-def _is_made(folder: pathlib.Path) -> bool:
-  """Whether `make` made a folder as it is, or it has no files: an object store
-  keeps no empty folders."""
-  mark, shown = folder / MADE, _shown(folder)
-  hidden = {p.relative_to(folder).parts[0] for p in folder.rglob('.*')}
-  if hidden - {MADE, '.ipynb_checkpoints'}:
-    return False
-  made = mark.exists() and mark.read_text() == digest(folder)
-  return made or not shown
 
 
 @dataclasses.dataclass(frozen=True)

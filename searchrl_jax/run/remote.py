@@ -20,7 +20,7 @@ import shutil
 import socket
 from typing import Any
 
-from searchrl_jax.run import cluster, records
+from searchrl_jax.run import cluster, folders, records
 
 CACHE = 'SEARCHRL_CACHE'  # variable: the folder below which `fetch` writes
 _READ = 'read'  # below it: the copies of commands that only read a run
@@ -101,7 +101,7 @@ def open_run(location: str, writes: bool = False, steps: bool = False) -> str:
   )
   folder = _cache('runs' if writes else _READ, location)
   records.require(
-    not (writes and records.in_use(folder)),
+    not (writes and folders.in_use(folder)),
     f'{location} is in use by another process of this machine',
   )
   records.write_text(folder / _MARK, location)
@@ -120,8 +120,8 @@ def open_run(location: str, writes: bool = False, steps: bool = False) -> str:
     and (writes or steps or not _STEP.search(name))
   )
   _prune(folder, drop)
-  for mark in folder.glob(f'*/{records.MADE}') if writes else ():
-    if mark.read_text() != records.digest(mark.parent):  # pushed in part
+  for mark in folder.glob(f'*/{folders.MADE}') if writes else ():
+    if mark.read_text() != folders.digest(mark.parent):  # pushed in part
       shutil.rmtree(mark.parent)
   _same[folder] = {name: _stamp(folder / name) for name in _names(folder)}
   return str(folder)
@@ -162,7 +162,7 @@ def push(folder: pathlib.Path | str) -> None:
   same = _same.setdefault(folder, {})
   with _explained(str(place(folder))):
     fs, root = _open(str(place(folder)))
-    last = ('metrics.jsonl', records.MADE)  # that other files are there
+    last = ('metrics.jsonl', folders.MADE)  # that other files are there
     for name in sorted(_names(folder), key=lambda name: name.endswith(last)):
       owner = _OWNER.search(name)
       if int(owner[1] if owner else 0) != cluster.rank():
@@ -217,13 +217,13 @@ def _names(folder: pathlib.Path) -> list[str]:
 
 def _is_hidden(name: str) -> bool:
   """Whether a file stays where it is: a lock, a part, a test of access."""
-  return '/.' in f'/{name}'.removesuffix(f'/{records.MADE}')
+  return '/.' in f'/{name}'.removesuffix(f'/{folders.MADE}')
 
 
 def _prune(folder: pathlib.Path, drop: Callable[[str], bool]) -> None:
   """Removes files of a local copy by their names, but for folders in use."""
   used = [
-    lock.parent for lock in folder.rglob('.lock') if records.in_use(lock.parent)
+    lock.parent for lock in folder.rglob('.lock') if folders.in_use(lock.parent)
   ]
   for path in (folder / name for name in filter(drop, _names(folder))):
     if not any(home in path.parents for home in used):

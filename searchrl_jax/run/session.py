@@ -24,6 +24,7 @@ from searchrl_jax.run import (
   build,
   checkpoint,
   cluster,
+  folders,
   lookup,
   parameters,
   progress,
@@ -31,17 +32,17 @@ from searchrl_jax.run import (
   sharding,
   signals,
 )
-from searchrl_jax.run.writer import Writer, lock
+from searchrl_jax.run.writer import Writer
 from searchrl_jax.sources.core import require_same
 
 
 class Session:
   """One start of a run, in its folder; a context manager.
 
-  Entering locks the folder (a loop that reads or writes there before does so by
-  `writer.lock`), restores its last checkpoint, or starts the parameters that
-  the config names, and opens the retrieval server, the writer and the event
-  loop. Leaving closes them, engines and sources first.
+  Entering locks the folder (a loop that reads or writes there before has locked
+  it by `folders.locked_once`), restores its last checkpoint, or starts the
+  parameters that the config names, and opens the retrieval server, the writer
+  and the event loop. Leaving closes them, engines and sources first.
 
   Args:
     config: the resolved config.
@@ -130,7 +131,7 @@ class Session:
 
   def __enter__(self) -> 'Session':
     with contextlib.ExitStack() as stack:
-      stack.enter_context(lock(self.workdir))
+      stack.enter_context(folders.locked_once(self.workdir))
       with progress.phase('parameters', self.config.log.progress):
         self._restore()
       if self._unused is not None:  # there are rollouts, which search

@@ -45,6 +45,7 @@ from retrieval import files
 from searchrl_jax.run import (
   alarms,
   cluster,
+  folders,
   lookup,
   progress,
   records,
@@ -135,7 +136,7 @@ class Writer:
 
   def _open(self, stack, config, about: dict, contents: dict) -> None:
     """Opens the files that one process writes; `stack` closes them."""
-    self._lock = stack.enter_context(records.locked(self.folder))
+    self._lock = stack.enter_context(folders.locked(self.folder))
     path, step = self.folder / 'environment.json', self._first
     starts = (files.read_json(path) or {}).get('starts', [])
     file = self.folder / 'config.json'
@@ -153,7 +154,8 @@ class Writer:
     if begun:
       changed = self._changed(file, config)
       before = starts[-1].get('contents', {}) if starts else {}
-      self._require_same(before, records.plain(contents))
+      now = records.plain(contents)
+      lookup.require_contents(self.folder, before, now, records.RunError)
     start = {'step': step, 'config_changed': changed, **environment()}
     start |= {**about, 'contents': before | contents}
     records.write_json(path, {'starts': [*starts, start]})
@@ -415,28 +417,6 @@ class Writer:
         'value, or train on in another --workdir with --config.train.init='
         f'{self.folder}, which begins with a new optimizer',
       )
-
-  def _require_same(self, before: dict, now: dict) -> None:
-    """Compares contents; those that one of the two lacks are not known."""
-    for name in before.keys() & now.keys():
-      records.require(
-        before[name] == now[name],
-        f'{self.folder} was made with another content of {name}: '
-        f'{before[name]} there and {now[name]} now. Restore what it was, or '
-        'choose another folder',
-      )
-
-
-@contextlib.contextmanager
-def lock(folder: pathlib.Path | str) -> Iterator[None]:
-  """`records.locked`, by process 0 for all."""
-  with contextlib.ExitStack() as stack:
-
-    def hold() -> None:
-      stack.enter_context(records.locked(folder))
-
-    cluster.first('lock', hold)
-    yield
 
 
 def computed(config) -> dict:

@@ -16,6 +16,7 @@ from searchrl_jax.data import core as data
 from searchrl_jax.run import (
   build,
   cluster,
+  folders,
   lookup,
   parameters,
   records,
@@ -71,8 +72,8 @@ _contents: dict[str, dict[str, str]] = {}
 def contents(sweep: Sweep, stage: str, workdir: pathlib.Path) -> dict[str, str]:
   """What the stage's config names, by content: 'config.FIELD' -> digest.
 
-  What is not at hand is left out: data of another machine, warm starts that
-  are not complete.
+  What this machine does not have is left out: data of another one, warm starts
+  that are not complete.
   """
   config = config_of(sweep, stage, workdir)
   one, _ = sweep.stage(stage)
@@ -123,13 +124,7 @@ def done(sweep: Sweep, stage: str, workdir: pathlib.Path) -> bool:
       )
   made = about.get('contents', {})  # none in those of earlier versions
   named = contents(sweep, stage, workdir) if made else {}
-  for field in made.keys() & named.keys():
-    lookup.require(
-      made[field] == named[field],
-      f'{folder} was run with another content of {field}: {made[field]}, and '
-      f'{named[field]} now; restore it, remove that folder, or set another '
-      '--workdir',
-    )
+  lookup.require_contents(folder, made, named)
   return isinstance(one, Start) or all(
     (folder / variant / 'values.json').exists() for variant in one.evaluations
   )
@@ -148,7 +143,7 @@ def run_stage(
   url: of the retrieval server; '' = as the config has it.
   """
   # A process whose sweep was killed saves before it ends.
-  with records.locked(workdir / stage, wait=True):
+  with folders.locked(workdir / stage, wait=True):
     _run_stage(sweep, stage, workdir, url)
 
 

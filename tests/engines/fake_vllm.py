@@ -21,7 +21,7 @@ import uvicorn
 from searchrl_jax.engines.core import WeightsUpdate
 from searchrl_jax.engines.vllm.client import VllmEngine
 from searchrl_jax.engines.weights import checksum, published
-from searchrl_jax.models import families, lora
+from searchrl_jax.models import families, hf_tensors, lora
 from tests.engines.common import CFG, Letters, make_params
 
 VOCAB = 90
@@ -201,7 +201,7 @@ class FakeVllm:
     stored = safetensors.numpy.load_file(folder / lora.WEIGHTS)
     parts = {}
     shapes = {name: tuple(shape) for name, shape in shapes.items()}
-    for name, tensor in families.tensors(shapes, CFG.family).items():
+    for name, tensor in hf_tensors.table(shapes, CFG.family).items():
       theirs = stored[f'base_model.model.{name}']
       parts.setdefault(tensor.path, []).append(tensor.to_ours(theirs))
     return checksum.checksums(parts)

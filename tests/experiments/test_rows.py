@@ -194,11 +194,11 @@ def test_what_was_done_with_other_contents_is_refused_by_field(tmp_path):
   records.write_text(weights, 'others')
   with pytest.raises(ConfigError, match='another content of config.train.init'):
     stages.done(row, stage, tmp_path)
-  weights.unlink()  # not at hand: not compared
+  weights.unlink()  # gone: not compared
   assert stages.done(row, stage, tmp_path)
   content['contents']['config.data.eval'] = 'before'
   records.write_json(tmp_path / stage / 'done.json', content)
-  with pytest.raises(ConfigError, match='config.data.eval: before, and'):
+  with pytest.raises(ConfigError, match='config.data.eval: before there and'):
     stages.done(row, stage, tmp_path)
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from searchrl_jax.models import decoder, families
+from searchrl_jax.models import decoder, families, hf_tensors
 from tests.golden import models
 
 LLAMA = models.CONFIGS['llama3.1']
@@ -423,13 +423,13 @@ def test_how_far_a_model_was_trained():
 )
 def test_what_wrappers_add_to_names_is_taken_off(name, own):
   want = 'model.layers.1.mlp.up_proj.weight' if own is None else own
-  assert families.text_name(name) == want
+  assert hf_tensors.text_name(name) == want
 
 
 @pytest.mark.parametrize('name', models.CONFIGS)
 def test_names_and_shapes_are_those_of_the_checkpoint(name):
   fields = families.parse_config(models.CONFIGS[name])
-  table = families.tensors(shapes(fields), fields['family'])
+  table = hf_tensors.table(shapes(fields), fields['family'])
   assert {n: t.shape for n, t in table.items()} == models.shapes(
     models.CONFIGS[name]
   )
@@ -456,7 +456,7 @@ def test_the_map_is_a_bijection(name, K, G, half, data):
     'head_dim': 2 * half,
     'd_model': data.draw(st.integers(1, 5)),
   }
-  for tensor in families.tensors(shapes(fields), fields['family']).values():
+  for tensor in hf_tensors.table(shapes(fields), fields['family']).values():
     x = np.arange(np.prod(tensor.shape)).reshape(tensor.shape)
     ours = tensor.to_ours(x)
     assert ours.shape == tensor.ours
@@ -472,7 +472,7 @@ def test_the_map_is_a_bijection(name, K, G, half, data):
 def test_a_projection_by_hand():
   """q_proj [N H, D] -> [D, N, H]: row n H + h, column d."""
   fields = families.parse_config(QWEN3)
-  table = families.tensors(shapes(fields), 'qwen3')
+  table = hf_tensors.table(shapes(fields), 'qwen3')
   D, N, H = 32, 4, 16
   tensor = table['model.layers.1.self_attn.q_proj.weight']
   x = np.arange(N * H * D).reshape(N * H, D)

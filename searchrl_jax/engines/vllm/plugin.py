@@ -28,7 +28,7 @@ import numpy as np
 
 from searchrl_jax.engines.weights import published
 from searchrl_jax.engines.weights.published import Published
-from searchrl_jax.models import families
+from searchrl_jax.models import families, hf_tensors
 
 # Parts of vLLM's fused layers: (layer, its n-th part).
 _FUSED = {
@@ -123,7 +123,7 @@ class Worker:
     sums: dict[str, list[int]] = {name: [0, 0] for name in shapes}
     family = self._searchrl_published.config['family']
     ours = {k: tuple(v) for k, v in shapes.items()}
-    table = families.tensors(ours, family)
+    table = hf_tensors.table(ours, family)
     for name, tensor in table.items():
       *parents, leaf, kind, _ = name.split('.')
       leaf, n = _FUSED.get(leaf, (leaf, 0))
@@ -171,7 +171,7 @@ def _modules(model, weights: Published) -> Iterator[tuple[Any, str, list]]:
   # A head that computes with the embedding itself has no values of its own.
   if weights.config['tied'] and (not _tied(model) or _packed(model.lm_head)):
     embed = next(iter(table.values()))
-    table[families.TIED_HEAD] = dataclasses.replace(embed, path='head')
+    table[hf_tensors.TIED_HEAD] = dataclasses.replace(embed, path='head')
   for name, tensor in table.items():
     *parents, leaf, kind = name.split('.')
     leaf, n = _FUSED.get(leaf, (leaf, 0))
@@ -183,7 +183,7 @@ def _modules(model, weights: Published) -> Iterator[tuple[Any, str, list]]:
     yield module, kind, [part for part in parts if part is not None]
 
 
-def _part(module, tensor: families.Tensor, n: int) -> Part | None:
+def _part(module, tensor: hf_tensors.Tensor, n: int) -> Part | None:
   """The n-th part of a module; None: another worker reports it."""
   rows, first_row, first_column = _local(module, n)
   return rows and _place(tensor, rows, first_row, first_column)

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from searchrl_jax.engines.weights import checksum, memory, published
-from searchrl_jax.models import decoder, families, lora
+from searchrl_jax.models import decoder, families, hf_tensors, lora
 from searchrl_jax.models.decoder import DecoderConfig
 from searchrl_jax.run import checkpoint, cluster, sharding
 
@@ -28,12 +28,12 @@ _ROOM = 3  # copies that memory must hold: during a sync there are two
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3, 4))
-def _convert(x, layer, tensor: families.Tensor, dtype, where):
+def _convert(x, layer, tensor: hf_tensors.Tensor, dtype, where):
   x = tensor.to_hf(x if layer is None else x[layer]).astype(dtype)
   return x if where is None else jax.lax.with_sharding_constraint(x, where)
 
 
-def _served(x, tensor: families.Tensor, dtype, turn: int) -> jax.Array:
+def _served(x, tensor: hf_tensors.Tensor, dtype, turn: int) -> jax.Array:
   """A tensor of our array as a server stores it.
 
   If this process has all shards, the devices gather it, and the host takes it

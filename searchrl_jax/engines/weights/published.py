@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
-from searchrl_jax.models import families
+from searchrl_jax.models import families, hf_tensors
 from searchrl_jax.run import lookup
 
 FORMAT = 3  # of a publication: its metadata, and how tensors are stored
@@ -52,12 +52,12 @@ class Published(Weights):
   adapter: Weights | None = None  # on these weights, of the same version
 
   @functools.cached_property
-  def table(self) -> dict[str, families.Tensor]:
+  def table(self) -> dict[str, hf_tensors.Tensor]:
     """Every tensor by its Hugging Face name, in the order of the layers.
 
     A tied head is not included.
     """
-    return families.tensors(self.shapes, self.config['family'])
+    return hf_tensors.table(self.shapes, self.config['family'])
 
   def tensors(self, tied: bool = False) -> Iterator[tuple[str, np.ndarray]]:
     """(Hugging Face name, array) of each, one in memory at a time.
@@ -69,7 +69,7 @@ class Published(Weights):
     for name in self.table:
       yield name, self.read(name)
     if self.config['tied'] and not tied:
-      yield families.TIED_HEAD, self.read(next(iter(self.table)))  # embedding
+      yield hf_tensors.TIED_HEAD, self.read(next(iter(self.table)))  # embedding
 
   def read(self, name: str) -> np.ndarray:
     """A tensor by its Hugging Face name, in that layout.
