@@ -21,6 +21,8 @@ import tempfile
 import time
 import traceback
 
+import tqdm
+
 from retrieval import process
 from searchrl_jax.worlds import microworld
 from tests import tiny
@@ -70,16 +72,19 @@ def main() -> int:
   kinds = given.only.split(',')
   outcomes = {kind: collections.Counter() for kind in kinds}
   spent = dict.fromkeys(kinds, 0.0)
-  end = time.monotonic() + 60 * given.minutes
-  with server() as serve:
+  total = 0 if given.case else round(60 * given.minutes)
+  with server() as serve, tqdm.tqdm(total=total, unit='s', disable=None) as bar:
     if given.case:
       (kind,) = kinds
       outcomes[kind][attempt(kind, given.case, serve)] += 1
-    while not given.case and time.monotonic() < end:
+    while sum(spent.values()) < total:
       kind, begun = min(spent, key=spent.get), time.monotonic()
       name = f'{given.seed}/{outcomes[kind].total()}'
+      bar.set_description(f'{kind} {name}')
       outcomes[kind][attempt(kind, name, serve)] += 1
-      spent[kind] += time.monotonic() - begun
+      seconds = time.monotonic() - begun
+      spent[kind] += seconds
+      bar.update(seconds)
   for kind, found in outcomes.items():
     listed = ', '.join(f'{n} {name}' for name, n in found.most_common())
     print(f'{kind}: {found.total()} cases in {spent[kind]:.0f} s: {listed}')
