@@ -13,6 +13,7 @@ import json
 import pathlib
 
 from absl import app, flags
+import tqdm
 
 from experiments.ttrl import mathematics
 
@@ -35,9 +36,10 @@ def main(argv):
   records = json.loads(pathlib.Path(_DATA.value, 'math500.json').read_text())
   golds = sorted({record['answer'] for record in records})
   reasons = {row[:2]: row[2] for row in read()} if TABLE.exists() else {}
+  pairs = [*itertools.combinations(golds, 2)]
   rows = [
     (*pair, reasons.get(pair, ''))
-    for pair in itertools.combinations(golds, 2)
+    for pair in tqdm.tqdm(pairs, disable=None, unit=' pairs')
     if mathematics.equal(*pair)
   ]
   TABLE.write_text('\n'.join('\t'.join(row) for row in [_HEADER, *rows]) + '\n')
