@@ -22,7 +22,14 @@ from searchrl_jax.data.checks import DataError
 from searchrl_jax.engines.core import SyncError
 from searchrl_jax.learn import checks, objectives, update
 from searchrl_jax.rollout.core import RolloutError
-from searchrl_jax.run import build, checkpoint, parameters, records, signals
+from searchrl_jax.run import (
+  build,
+  checkpoint,
+  folders,
+  parameters,
+  records,
+  signals,
+)
 from searchrl_jax.run.progress import Progress
 from searchrl_jax.run.records import RunError
 from searchrl_jax.run.session import Session
@@ -326,7 +333,7 @@ def test_a_second_start_at_any_moment_touches_nothing(
 
     def call(*args, **kw):
       with monkeypatch.context() as m:
-        m.setattr(records, '_held', {})  # as another process has it
+        m.setattr(folders, '_held', {})  # as another process has it
         for again in (config, other):
           before = files()
           with pytest.raises(RunError, match='in use by another process'):
