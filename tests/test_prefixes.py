@@ -103,8 +103,11 @@ def test_every_token_is_a_node_below_those_before_it(seed, shards, M):
   assert 0 <= found['shared'] < 1 and 0 <= found['padding'] < 1
 
 
-@pytest.mark.parametrize('cfg', [CFG, LOCAL], ids=['global', 'local'])
-@pytest.mark.parametrize('shape', [None, (2, 1, 1), (1, 2, 2)])
+@pytest.mark.parametrize(
+  'cfg, shape',
+  [(CFG, None), (LOCAL, None), (CFG, (2, 1, 1)), (LOCAL, (1, 2, 2))],
+  ids=['global', 'local', 'global-2x1x1', 'local-1x2x2'],
+)
 def test_loss_gradient_and_scores_are_those_of_packed_rows(cfg, shape):
   mesh = shape and sharding.make_mesh(
     *shape, devices=jax.devices()[: np.prod(shape)]

@@ -3,7 +3,6 @@
 import json
 import os
 import pathlib
-import shutil
 import subprocess
 import sys
 import time
@@ -55,46 +54,25 @@ def kill_when(process: subprocess.Popen, condition) -> None:
   process.communicate()
 
 
-@pytest.fixture(scope='module')
-def whole(tmp_path_factory):
-  """The folder of a sweep that nothing interrupted, and what it said."""
-  folder = tmp_path_factory.mktemp('whole')
-  return folder, command(folder, '--parallel=2')
-
-
 @pytest.mark.timeout(900)
-def test_an_arm_that_fails_stops_no_other(whole):
-  folder, done = whole
+def test_a_sweep_killed_in_a_warm_start_goes_on_and_an_arm_fails(tmp_path):
+  """tests/experiments/test_rows.py kills one in an arm."""
+  about = tmp_path / 'warm/warm/0/run/environment.json'
+  kill_when(start(tmp_path, '--parallel=2'), about.exists)
+  # At once: what the killed sweep has started is still saving.
+  done = command(tmp_path, '--parallel=2')
   assert done.returncode == 2
   assert '1 of 4 stages failed' in done.stderr
   assert 'Traceback' not in done.stderr
   assert "arms/broken/0: error: set 'micro': n=1000000" in done.stderr
-  assert f'{folder}/logs/arms_broken_0.txt' in done.stderr
+  assert f'{tmp_path}/logs/arms_broken_0.txt' in done.stderr
   assert '[1/4] warm/warm/0' in done.stdout
-  table = (folder / 'table.md').read_text()
+  assert len(json.loads(about.read_text())['starts']) == 2
+  table = (tmp_path / 'table.md').read_text()
   assert table in done.stdout
   arms = [line.split(' | ')[0] for line in table.splitlines()[2:]]
   assert arms == ['| base', '| kl']
-  assert len(lines(folder / 'arms/kl/0/run/metrics.jsonl')) == 1 + 5
-
-
-@pytest.mark.timeout(900)
-def test_a_sweep_killed_in_a_warm_start_ends_with_the_same_table(
-  whole, tmp_path
-):
-  """tests/experiments/test_rows.py kills one in an arm."""
-  reference, _ = whole
-  # Done, and not in need of the time again.
-  shutil.copytree(reference / 'arms/kl', tmp_path / 'arms/kl')
-  about = tmp_path / 'warm/warm/0/run/environment.json'
-  kill_when(start(tmp_path, '--only=base'), about.exists)
-  # At once: what the killed sweep has started is still saving.
-  done = command(tmp_path, '--only=base')
-  assert done.returncode == 0, done.stderr
-  assert '[1/2] warm/warm/0' in done.stdout
-  for name in ('table.md', 'results.csv'):
-    assert (tmp_path / name).read_text() == (reference / name).read_text()
-  assert len(json.loads(about.read_text())['starts']) == 2
+  assert len(lines(tmp_path / 'arms/kl/0/run/metrics.jsonl')) == 1 + 5
 
 
 def test_what_needs_a_failed_warm_start_fails_with_its_name(

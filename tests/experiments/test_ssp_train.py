@@ -296,7 +296,6 @@ def test_resume_after_a_signal_takes_what_had_ended(
   [
     (algorithms.PPO, algorithms.PPO, 1, 1),
     (algorithms.GRPO, algorithms.GRPO, 2, 2),
-    (algorithms.PPO, algorithms.GRPO, 1, 2),
   ],
 )
 def test_the_other_pairings_learn_too(
