@@ -123,7 +123,7 @@ fuzz: setup
 	  $(PY) -m tests.fuzz --seed=$(SEED) --minutes=$(MINUTES)
 
 test-parity: .venv-parity/.ready
-	.venv-parity/bin/python -m pytest -m parity
+	.venv-parity/bin/python -m pytest $(WORKERS) -m parity
 
 test-cluster: setup
 	$(PY) -m pytest -m cluster

@@ -43,6 +43,7 @@ from searchrl_jax.run import (
   parameters,
   progress,
   records,
+  remote,
   sharding,
 )
 from searchrl_jax.run.signals import Loop
@@ -208,10 +209,9 @@ def warn_of_template(workdir: str, about: Mapping[str, Any]) -> None:
 
   about: of `asked`.
   """
-  path, name = pathlib.Path(workdir, 'environment.json'), 'config.env.template'
-  starts = json.loads(path.read_text())['starts'] if path.exists() else ()
+  name = 'config.env.template'
   found = about[name]
-  for start in starts:  # those of earlier versions do not say
+  for start in records.starts(workdir):  # earlier versions do not say
     found = start.get('contents', {}).get(name, found)
   if found != about[name]:
     logging.warning(
@@ -255,10 +255,10 @@ def answer(config, workdir: str, out: str, what: Asked) -> dict[str, float]:
   if wanted:
     config = config.copy_and_resolve_references()
     config.eval.questions = 0
-  services = loaded(config, workdir, out, about.get('--checkpoint', ''))
+  services = loaded(config, workdir, out, about['--checkpoint'])
   with contextlib.ExitStack() as stack:
     stack.enter_context(folders.locked_once(out))
-    before = (folder / 'environment.json').exists()  # of an evaluation
+    before = records.starts(folder)  # of an evaluation
     for path in (folder / name for name in RESULTS):
       records.require(
         before or not path.exists(),
@@ -299,6 +299,7 @@ def answer(config, workdir: str, out: str, what: Asked) -> dict[str, float]:
     )
     records.write_json(folder / ledger.MANIFEST, content)
     records.write_json(folder / EVAL, values | seconds | step)
+    remote.push_all()  # before another command may prune this folder
   return values
 
 

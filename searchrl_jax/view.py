@@ -113,9 +113,10 @@ def write(
   _script(folder / INDEX, 'index', records.plain(index))
   _script(folder / LIVE, 'revision', revision)
   used = {INDEX, LIVE, *(f'{r["file"]}.js' for r in rows)}
+  # Of a page that was here before.
+  ours = re.compile(rf'\d+_({"|".join(records.PARTS)})_-?\d+_\d+\.js')
   for path in folder.glob('*.js'):
-    # Of a page that was here before, not of one that a browser saved.
-    if path.name not in used and re.search(r'_\d+\.js$', path.name):
+    if path.name not in used and ours.fullmatch(path.name):
       path.unlink()
   text = PAGE.read_text('utf-8')
   text = text.replace('{{nonce}}', secrets.token_urlsafe(16))

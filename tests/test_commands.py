@@ -211,6 +211,7 @@ def test_help_helps():
     (['--dry_run', '--config.reward.em.wieght=2'], 'wieght'),
     (['--workdr=x'], 'workdir'),
     (['--workdir=s3://bucket/run'], 'a run folder is gs://BUCKET/FOLDER'),
+    (['--workdir='], 'name a folder'),
     (['stray'], 'unexpected argument'),
   ],
 )

@@ -1,7 +1,10 @@
 """Files at locations that fsspec opens, and run folders at gs://."""
 
+from concurrent import futures
+import contextlib
 import os
 import pathlib
+import shutil
 import time
 
 import fsspec
@@ -89,27 +92,64 @@ def test_what_another_command_writes_is_not_pruned(location):
   assert not os.path.exists(f'{left}/x')
 
 
-def test_a_folder_that_was_pushed_in_part_is_made_again(location):
+def test_a_first_push_may_end_anywhere(location, monkeypatch):
   start = lambda: remote.open_run.__wrapped__('gs://b/run', writes=True)
   write = lambda x: [records.write_text(x / name, name) for name in 'ab']
-  folder = start()
-  folders.make(pathlib.Path(folder, 'tokenizer'), write)
-  records.write_text(f'{folder}/metrics.jsonl', '')
-  names = []
-  with pytest.MonkeyPatch.context() as m:
-    fs, _ = remote._open('gs://b/run')
-    put = lambda local, path: names.append(os.path.relpath(path, location))
-    m.setattr(fs, 'put_file', put)
-    remote.push(folder)
-  # Whoever finds one of the last two finds the rest.
-  assert {*names[-2:]} == {'metrics.jsonl', 'tokenizer/.made'}
-  remote._same.clear()
-  remote.push(folder)
-  (location / 'tokenizer' / 'b').unlink()
-  assert not os.path.exists(f'{start()}/tokenizer')
-  folders.make(pathlib.Path(folder, 'tokenizer'), write)
-  remote.push(folder)
-  assert os.path.exists(f'{start()}/tokenizer/b')
+  made = 'tokenizer', 'process_000/world_3'
+
+  def make(folder):
+    for name in made:
+      path = pathlib.Path(folder, name)
+      folders.make(path, write)
+      assert sorted(p.name for p in path.iterdir()) == ['.made', 'a', 'b']
+
+  fs, _ = remote._open('gs://b/run')
+  put, left = fs.put_file, 0
+
+  def end(local, path):
+    nonlocal left
+    left -= 1
+    if left < 0:
+      raise OSError('killed')
+    put(local, path)
+
+  monkeypatch.setattr(fs, 'put_file', end)
+  for n in range(8):
+    shutil.rmtree(location, ignore_errors=True)
+    make(folder := start())
+    records.write_text(f'{folder}/metrics.jsonl', '{}')
+    remote._same.clear()
+    left = n
+    with pytest.raises(records.RunError) if n < 7 else contextlib.nullcontext():
+      remote.push(folder)
+    # Whoever finds it finds the rest.
+    assert (location / 'metrics.jsonl').exists() == (n == 7)
+    shutil.rmtree(folder)  # another machine
+    make(start())
+  # What somebody put there stays.
+  readme = location / 'tokenizer' / 'README.md'
+  readme.write_text('mine')
+  start()
+  assert pathlib.Path(folder, 'tokenizer', 'README.md').exists()
+
+
+def test_a_start_that_fetches_a_run_has_it_to_itself(location, monkeypatch):
+  records.write_text(location / 'metrics.jsonl', 'one')
+  pull, said = remote._pull, []
+
+  def slow(where, folder, skip):
+    with futures.ThreadPoolExecutor() as threads:
+      with pytest.raises(records.RunError) as error:
+        threads.submit(folders.locked(folder).__enter__).result()
+    said.append(str(error.value))
+    return pull(where, folder, skip)
+
+  monkeypatch.setattr(remote, '_pull', slow)
+  folder = remote.open_run('gs://b/run', writes=True)
+  assert 'in use by another process' in said[0]
+  with folders.locked(folder):
+    with pytest.raises(records.RunError, match='gs://b/run is in use by'):
+      remote.open_run.__wrapped__('gs://b/run', writes=True)
 
 
 @gcs.needed
@@ -137,6 +177,7 @@ def test_files_of_a_run_go_there_and_come_back(bucket, tmp_path, monkeypatch):
   again = remote.open_run(where, writes=True)
   assert again != folder and sorted(os.listdir(again)) == [
     '.location',
+    '.lock',
     'metrics.jsonl',
   ]
   reader = remote.open_run(where, steps=True)

@@ -155,9 +155,11 @@ def test_load_says_what_is_wrong(tmp_path):
   with pytest.raises(ValueError, match='no tokenizer could be read'):
     tokenizing.load(tmp_path)
   pointer = 'version https://git-lfs.github.com/spec/v1\noid sha256:0\n'
-  (tmp_path / 'tokenizer.json').write_text(pointer)
-  with pytest.raises(ValueError, match='tokenizer.json: a Git LFS pointer'):
-    tokenizing.load(tmp_path)
+  for name in ('tokenizer.json', 'chat_template.jinja'):
+    (tmp_path / name).write_text(pointer)
+    with pytest.raises(ValueError, match=f'{name}: a Git LFS pointer'):
+      tokenizing.load(tmp_path)
+    (tmp_path / name).unlink()
 
 
 @pytest.mark.parametrize(

@@ -96,6 +96,9 @@ def test_groups_are_whole_and_spread_over_the_steps(folder, tmp_path):
       found.setdefault((row['step'], row['question']), []).append(row['sample'])
     return found
 
+  mine = tmp_path / 'r_files' / 'chart_2.js'
+  mine.parent.mkdir()
+  mine.write_text('mine')
   few, left = groups(13), {*tmp_path.glob('r_files/*')}
   assert [*few.values()] == [[0, 1, 2, 3]] * 3 and {s for s, _ in few} == {
     0,
@@ -106,6 +109,7 @@ def test_groups_are_whole_and_spread_over_the_steps(folder, tmp_path):
     [0, 1, 2, 3]
   ] * 2  # the first and the last step
   assert len({*tmp_path.glob('r_files/*')}) < len(left)  # none is left behind
+  assert mine.exists()
   assert len(groups(2000)) == 12
 
 

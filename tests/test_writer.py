@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import threading
@@ -315,7 +316,7 @@ def test_a_second_start_at_step_0_evaluates_anew(tmp_path):
 def test_a_file_of_something_else_is_not_touched(tmp_path, line):
   path = tmp_path / 'metrics.jsonl'
   path.write_text(line)
-  with pytest.raises(RunError, match='no config.json: no run wrote them'):
+  with pytest.raises(RunError, match='not the config.json of their run'):
     open_writer(tmp_path)
   assert path.read_text() == line
 
@@ -479,6 +480,35 @@ def test_without_locks_another_machine_is_named(tmp_path, monkeypatch):
   assert not owner.exists()
 
 
+def test_one_start_takes_over_from_a_dead_one(tmp_path, monkeypatch):
+  """Where the file system has no locks, and three starts come at once."""
+
+  def flock(*_):
+    raise OSError(errno.ENOTSUP, 'Operation not supported')
+
+  monkeypatch.setattr(fcntl, 'flock', flock)
+  dead = subprocess.Popen(['true'])
+  dead.wait()
+  owner, real = tmp_path / '.owner', folders._owner
+  owner.write_text(json.dumps([socket.gethostname(), dead.pid]))
+  with contextlib.ExitStack() as stack, futures.ThreadPoolExecutor() as threads:
+    others = []
+
+    def meanwhile(folder, text):
+      found = real(folder, text)
+      if not others:
+        others.append(folders.locked(tmp_path))
+        threads.submit(stack.enter_context, others[0]).result()
+      return found
+
+    monkeypatch.setattr(folders, '_owner', meanwhile)
+    with pytest.raises(RunError, match='in use by another process'):
+      stack.enter_context(folders.locked(tmp_path))
+    assert real(tmp_path, owner.read_text())
+  with folders.locked(tmp_path):
+    assert real(tmp_path, owner.read_text())
+
+
 def test_a_folder_is_made_where_nothing_else_is(tmp_path):
   folder, write = tmp_path / 'tokenizer', lambda x: (x / 'a').write_text('a')
   folders.make(folder, write)
@@ -493,27 +523,43 @@ def test_a_folder_is_made_where_nothing_else_is(tmp_path):
   folders.make(folder, write)
   (folder / 'a').unlink()  # a location keeps no empty folders, nor leftovers
   folders.make(folder, write)
+  (folder / 'a').write_text('changed')
+  with pytest.raises(RunError, match='tokenizer is in the way: no run made'):
+    folders.make(folder, write)
+  shutil.rmtree(folder)
+  folders.make(folder, write)
   (folder / 'notes').write_text('mine')
-  for _ in range(2):
-    with pytest.raises(RunError, match='tokenizer is in the way: no run made'):
-      folders.make(folder, write)
-    assert (folder / 'notes').read_text() == 'mine'
+  mine = tmp_path / 'world', tmp_path / 'link', tmp_path / 'folder_of_links'
+  mine[0].write_text('mine')
+  mine[1].symlink_to(mine[0])
+  mine[2].mkdir()
+  (mine[2] / 'link').symlink_to(mine[0])
+  for path in (folder, folder, *mine):
+    with pytest.raises(RunError, match=f'{path.name} is in the way: no run'):
+      folders.make(path, write)
     (folder / '.made').unlink(missing_ok=True)
-  left = sorted(path.name for path in tmp_path.iterdir())
-  assert left == ['.lock', 'tokenizer']
+  assert (folder / 'notes').read_text() == mine[0].read_text() == 'mine'
+  assert mine[1].is_symlink() and (mine[2] / 'link').is_symlink()
 
 
 def test_what_no_run_wrote_stays(tmp_path):
-  mine = tmp_path / 'backup' / 'step_00000003.parquet'
-  records.write_text(mine, 'mine')
-  model = tmp_path / 'config.json'
-  model.write_text('{"model_type": "llama"}')
-  with pytest.raises(RunError, match='config.json is in the way: no run wrote'):
-    open_writer(tmp_path)
-  assert json.loads(model.read_text()) == {'model_type': 'llama'}
-  model.unlink()
+  mine = [
+    tmp_path / folder / 'step_00000003.parquet'
+    for folder in ('backup', 'trajectories')
+  ]
+  for path in mine:
+    records.write_text(path, 'mine')
+  model, other = tmp_path / 'config.json', tmp_path / 'environment.json'
+  for path in (model, other):
+    for text in ('{"name": "mine"}', '{"starts": null}', '[]', '{'):
+      path.write_text(text)
+      for start in (open_writer, lambda x: folders.locked_once(x).__enter__()):
+        with pytest.raises(RunError, match=f'{path.name} is in the way: no'):
+          start(tmp_path)
+      assert path.read_text() == text
+    path.unlink()
   open_writer(tmp_path).close()
-  assert mine.read_text() == 'mine'
+  assert {path.read_text() for path in mine} == {'mine'}
 
 
 def test_other_contents_are_refused_by_name(tmp_path):
@@ -557,6 +603,9 @@ def test_a_run_gets_more_steps_if_no_schedule_ends_with_them(
   c.train.steps = 2
   with pytest.raises(RunError, match='has done 4 steps: .*steps is 5 there'):
     open_writer(tmp_path, c, step=4, steps=2)
+  c.train.steps = 0
+  with pytest.raises(RunError, match='has done 4 steps: .*and 0 now'):
+    open_writer(tmp_path, c, step=4, steps=0)
   open_writer(tmp_path, c, step=4).close()  # of an evaluation
 
 

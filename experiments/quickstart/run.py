@@ -20,7 +20,7 @@ from configs import quickstart as recipe
 from searchrl_jax import evaluate, sft, train, view
 from searchrl_jax.ask import OTHER, STYLES, printable
 from searchrl_jax.data import core as data
-from searchrl_jax.run import build, command, folders, records
+from searchrl_jax.run import build, checkpoint, command, folders, records
 from searchrl_jax.sweeps.stages import Clock
 
 # What the project promises of this command; `summary.json` tells what came.
@@ -72,7 +72,8 @@ def quickstart(config, workdir: str, *, controls: bool = False) -> dict:
       train.train(run, workdir)
 
     out.rule('4. controls: no search; wrong passages; none')
-    evaluation = folder / f'evaluation_{run.train.steps}'
+    step = checkpoint.of_run(run, workdir).latest()
+    evaluation = folder / f'evaluation_{step}'
     with clock('controls'):
       after = evaluate.evaluate(
         run, workdir, str(evaluation), with_controls=True
@@ -131,10 +132,12 @@ def _sft_only(config, folder: pathlib.Path, seconds: dict) -> dict:
   more.sft.seconds, more.sft.steps = plan['seconds'], plan['steps']
   more.sft.schedule = 'constant'
   more.sft.lr = config.optim.lr
-  sft.sft(more, str(folder / 'sft_only'))
-  return evaluate.evaluate(
-    more, str(folder / 'sft_only'), str(folder / 'sft_only_evaluation')
-  )
+  workdir = str(folder / 'sft_only')
+  if 'trained' not in plan:  # each start would have as much time again
+    sft.sft(more, workdir)
+    plan['trained'] = checkpoint.of_run(more, workdir).latest()
+    records.write_json(path, plan)
+  return evaluate.evaluate(more, workdir, str(folder / 'sft_only_evaluation'))
 
 
 def _summary(before, after, questions, sft_only) -> dict:

@@ -82,7 +82,9 @@ def run(workdir: str, minutes: float) -> dict:
     warm = config.copy_and_resolve_references()
     warm.sft.seconds = minutes * 60 * 0.7
     with clock('warm_start'):
-      sft.sft(warm, str(folder / 'warm'))
+      # Each start would have as much time again; RL goes on from the first.
+      if not records.begun(folder / 'rl'):
+        sft.sft(warm, str(folder / 'warm'))
     learn = config.copy_and_resolve_references()
     learn.train.init = str(folder / 'warm')
     learn.train.seconds = minutes * 60 * 0.3

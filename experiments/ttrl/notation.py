@@ -18,6 +18,7 @@ _CHARACTERS = str.maketrans('−–‐÷。、٬’ʼ“”', '---/.,,\'\'""') |
     '∈': r'\in ',
   }
 )
+_ROOT = re.compile(r'(?:√|(?<![\\A-Za-z])sqrt) *(\d+(?:\.\d+)?)')
 # In this order.
 _REWRITTEN = [
   (re.compile(pattern), new)
@@ -129,7 +130,7 @@ def cleaned(text: str) -> str:
   text = re.sub('[ℂℕℚℝℤ]', r'\\mathbb{\g<0>}', text)
   text = re.sub('(?=[¼-¾⅐-⅞])', ' ', text)
   text = unicodedata.normalize('NFKC', text.replace('º', '°'))
-  text = text.translate(_CHARACTERS)
+  text = _ROOT.sub(r'\\sqrt{\1}', text).translate(_CHARACTERS)
   if r'\begin' not in text:  # a row's end
     text = re.sub(r'\\\\(?=[A-Za-z])', r'\\', text)
   for pattern, new in _REWRITTEN:

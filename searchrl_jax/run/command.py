@@ -95,13 +95,17 @@ def define_workdir(required: bool = True, opens: dict | None = None):
 
   opens: keywords of `remote.open_run`, for a command that takes gs://.
   """
-  return flags.DEFINE(
+  holder = flags.DEFINE(
     _Workdir(opens),
     'workdir',
     None,
     'Run folder, or gs://BUCKET/FOLDER; its run is resumed.',
     required=required,
   )
+  flags.register_validator(
+    holder, lambda folder: folder != '', 'it is empty; name a folder'
+  )
+  return holder
 
 
 def define_out(default: str | None, text: str, required: bool = False):

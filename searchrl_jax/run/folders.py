@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from searchrl_jax.run import cluster
-from searchrl_jax.run.records import explained, require
+from searchrl_jax.run.records import explained, require, require_ours
 
 _LOCK, _OWNER, MADE = '.lock', '.owner', '.made'
 # Folder -> its lock file and the thread that has it, of this process.
@@ -38,7 +38,8 @@ def in_use(folder: os.PathLike | str) -> bool:
   except BlockingIOError:
     return True
   except OSError:  # none, or a file system without locks
-    return bool(_owner(folder))
+    text = _text(folder / _OWNER)
+    return text is not None and bool(_owner(folder, text))
   return False
 
 
@@ -84,11 +85,16 @@ def locked(folder: os.PathLike | str, wait: bool = False) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def locked_once(folder: os.PathLike | str) -> Iterator[None]:
-  """`locked`, by process 0 for all processes of a run."""
+  """`locked`, by process 0 for all processes of a run.
+
+  Raises:
+    RunError: as `locked`; or the folder has files that no run wrote.
+  """
   with contextlib.ExitStack() as stack:
 
     def hold() -> None:
       stack.enter_context(locked(folder))
+      require_ours(folder)
 
     cluster.first('lock', hold)
     yield
@@ -104,41 +110,54 @@ def _taken(file: Any, folder: pathlib.Path, stack: contextlib.ExitStack) -> str:
     f'{folder} is in use by another process; wait for its end, or use another '
     '--workdir'
   )
-  try:
-    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    return ''
-  except BlockingIOError:
+  for seconds in (0.05, 0):  # `in_use` has it for a moment
+    try:
+      fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+      return ''
+    except BlockingIOError:
+      time.sleep(seconds)
+    except OSError as e:
+      # Of a file system without locks (some NFS, FUSE and Lustre mounts).
+      if e.errno not in (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP):
+        raise
+      break
+  else:
     return used
-  except OSError as e:
-    # Of a file system without locks (some NFS, FUSE and Lustre mounts).
-    if e.errno not in (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP):
-      raise
-  path, owner = folder / _OWNER, _owner(folder)
+  path = folder / _OWNER
+  text, hint = _text(path), f'if it has ended, remove {path}'
+  owner = text is not None and _owner(folder, text)
   if owner:
-    return f'{used} ({owner}; if it has ended, remove {path})'
-  # Of a process that died, unless another start has taken it meanwhile.
-  dead = path.with_name(f'{_OWNER}.{socket.gethostname()}.{os.getpid()}')
-  with contextlib.suppress(FileNotFoundError):
-    path.rename(dead)
-    if _owner(folder, dead.name):
-      dead.rename(path)
-      return used
-    dead.unlink()
+    return f'{used} ({owner}; {hint})'
   try:
+    if text is not None:
+      # Of a process that died. One start removes it, and this mark stays:
+      # another start may have read it before, and come here later.
+      name = hashlib.sha256(text.encode()).hexdigest()[:16]
+      open(path.with_name(f'{_OWNER}.{name}'), 'x').close()
+      path.unlink()
     with open(path, 'x') as mine:
-      json.dump([socket.gethostname(), os.getpid()], mine)
+      json.dump([socket.gethostname(), os.getpid(), time.time_ns()], mine)
   except FileExistsError:
-    return used
+    return f'{used} ({hint})'
   stack.callback(path.unlink, missing_ok=True)
   return ''
 
 
-def _owner(folder: pathlib.Path, name: str = _OWNER) -> str:
-  """Who has a folder without locks; '' if nobody has, or is known to live."""
+def _text(path: pathlib.Path) -> str | None:
+  """Of a file that another process may remove; None = it is absent."""
   try:
-    host, process = json.loads((folder / name).read_text())
-  except OSError:
-    return ''
+    return path.read_text()
+  except FileNotFoundError:
+    return None
+
+
+def _owner(folder: pathlib.Path, text: str) -> str:
+  """Who has a folder without locks; '' if the process has died.
+
+  text: of its file.
+  """
+  try:
+    host, process, *_ = json.loads(text)
   except ValueError:  # it is being written
     return 'a process that has just begun'
   if host == socket.gethostname():
@@ -214,16 +233,32 @@ def make(folder: pathlib.Path, write: Callable[[pathlib.Path], Any]) -> None:
             'Move it to another place, or use another --workdir',
           )
           folder.rename(pathlib.Path(home, 'old'))
-        (part / MADE).write_text(digest(part))
+        (part / MADE).write_text(json.dumps(_digests(part)))
         part.rename(folder)
 
 
 def _is_made(folder: pathlib.Path) -> bool:
-  """Whether `make` made a folder as it is, or it has no files: an object store
-  keeps no empty folders."""
-  mark, shown = folder / MADE, _shown(folder)
-  hidden = {p.relative_to(folder).parts[0] for p in folder.rglob('.*')}
-  if hidden - {MADE, '.ipynb_checkpoints'}:
+  """Whether all that is in a folder was made by `make`.
+
+  Files may be missing: an object store has them one after another.
+  """
+  if folder.is_symlink() or not folder.is_dir():
     return False
-  made = mark.exists() and mark.read_text() == digest(folder)
-  return made or not shown
+  mark = folder / MADE
+  try:
+    made = dict(json.loads(mark.read_text()) if mark.exists() else {})
+  except (TypeError, ValueError):  # of an earlier version
+    return False
+  return _digests(folder).items() <= made.items()
+
+
+def _digests(folder: pathlib.Path) -> dict[str, str]:
+  """Of all that is below a folder but folders: name -> digest."""
+  paths = (p for p in folder.rglob('*') if p.is_symlink() or not p.is_dir())
+  names = {p.relative_to(folder).as_posix(): p for p in paths}
+  return {
+    name: '' if p.is_symlink() else hashlib.sha256(p.read_bytes()).hexdigest()
+    for name, p in names.items()
+    # Jupyter copies what is opened there.
+    if name != MADE and '.ipynb_checkpoints' not in p.parts
+  }

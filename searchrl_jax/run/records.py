@@ -50,6 +50,7 @@ from searchrl_jax import types
 from searchrl_jax.run import lookup, schema
 
 CHECKPOINTS, TOKENIZER = 'checkpoints', 'tokenizer'
+ENVIRONMENT = 'environment.json'
 # Folders of trajectories: of training, evaluations and controls.
 PARTS = ('trajectories eval sampled shuffled random empty no_search').split()
 _STEP = re.compile(r'step_(\d{8})(_\w+)?\.parquet')
@@ -77,11 +78,42 @@ def begun(folder: os.PathLike | str) -> bool:
   return bool(saved) or metrics.exists() and metrics.stat().st_size > 0
 
 
+def starts(folder: os.PathLike | str) -> list[dict[str, Any]]:
+  """What environment.json of a run or an evaluation says of its starts.
+
+  Raises:
+    RunError: the file is something else.
+  """
+  path = pathlib.Path(folder) / ENVIRONMENT
+  try:
+    found = json.loads(path.read_text())['starts'] if path.exists() else []
+  except (ValueError, TypeError, KeyError):
+    found = None
+  require(
+    isinstance(found, list),
+    f'{path} is in the way: no run wrote it. Use another folder',
+  )
+  return found
+
+
+def require_ours(folder: os.PathLike | str) -> None:
+  """Raises RunError if the folder has files that a run would replace."""
+  file = pathlib.Path(folder) / 'config.json'
+  require(
+    starts(folder) or begun(folder) or not file.exists(),
+    f'{file} is in the way: no run wrote it. Use another folder',
+  )
+
+
 @contextlib.contextmanager
 def explained(path: os.PathLike | str) -> Iterator[None]:
   """Turns an OSError inside into a RunError that names `path` and the fix."""
   try:
     yield
+  except (FileExistsError, NotADirectoryError) as error:
+    raise RunError(
+      f'{path} cannot be written: {error.filename} is a file, and no folder'
+    ) from error
   except OSError as error:
     raise RunError(
       f'{path} cannot be written: {error.strerror or error}. Free disk space '

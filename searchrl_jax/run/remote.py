@@ -10,13 +10,13 @@ across machines.
 
 from collections.abc import Callable, Iterator
 import contextlib
+import fcntl
 import functools
 import hashlib
 import logging
 import os
 import pathlib
 import re
-import shutil
 import socket
 from typing import Any
 
@@ -100,31 +100,43 @@ def open_run(location: str, writes: bool = False, steps: bool = False) -> str:
     'may be a mounted bucket',
   )
   folder = _cache('runs' if writes else _READ, location)
-  records.require(
-    not (writes and folders.in_use(folder)),
-    f'{location} is in use by another process of this machine',
-  )
-  records.write_text(folder / _MARK, location)
-  if writes:  # now, rather than at the first checkpoint
-    with _explained(location):
-      fs, root = _open(location)
-      test = f'{root}/.test_{socket.gethostname()}_{os.getpid()}'
-      fs.pipe_file(test, b'writable')
-      fs.rm_file(test)
-  skip = lambda name: _APART.search(name) or not steps and _STEP.search(name)
-  names = {*_pull(location, folder, skip)}
-  # What an earlier start left here is not newer than what is there.
-  drop = lambda name: (
-    name not in names
-    and not _APART.search(name)
-    and (writes or steps or not _STEP.search(name))
-  )
-  _prune(folder, drop)
-  for mark in folder.glob(f'*/{folders.MADE}') if writes else ():
-    if mark.read_text() != folders.digest(mark.parent):  # pushed in part
-      shutil.rmtree(mark.parent)
-  _same[folder] = {name: _stamp(folder / name) for name in _names(folder)}
+  with _only(folder, location) if writes else contextlib.nullcontext():
+    records.write_text(folder / _MARK, location)
+    if writes:  # now, rather than at the first checkpoint
+      with _explained(location):
+        fs, root = _open(location)
+        test = f'{root}/.test_{socket.gethostname()}_{os.getpid()}'
+        fs.pipe_file(test, b'writable')
+        fs.rm_file(test)
+    skip = lambda name: _APART.search(name) or not steps and _STEP.search(name)
+    names = {*_pull(location, folder, skip)}
+    # What an earlier start left here is not newer than what is there.
+    drop = lambda name: (
+      name not in names
+      and not _APART.search(name)
+      and (writes or steps or not _STEP.search(name))
+    )
+    _prune(folder, drop)
+    _same[folder] = {name: _stamp(folder / name) for name in _names(folder)}
   return str(folder)
+
+
+@contextlib.contextmanager
+def _only(folder: pathlib.Path, location: str) -> Iterator[None]:
+  """Keeps a local folder from other starts on this machine.
+
+  Processes that start together, which have a run in common, wait in turn.
+  """
+  folder.mkdir(parents=True, exist_ok=True)
+  with open(folder.with_name(f'.{folder.name}.opening'), 'a') as file:
+    with contextlib.suppress(OSError):  # a file system without locks
+      fcntl.flock(file, fcntl.LOCK_EX)
+    records.require(
+      not folders.in_use(folder),
+      f'{location} is in use by another process of this machine',
+    )
+    with folders.locked(folder):
+      yield
 
 
 def local_run(path: str) -> str:
@@ -162,8 +174,13 @@ def push(folder: pathlib.Path | str) -> None:
   same = _same.setdefault(folder, {})
   with _explained(str(place(folder))):
     fs, root = _open(str(place(folder)))
-    last = ('metrics.jsonl', folders.MADE)  # that other files are there
-    for name in sorted(_names(folder), key=lambda name: name.endswith(last)):
+    # A folder is known as made from its first file on, and a run has begun when
+    # all of them are there.
+    order = lambda name: (
+      name.endswith('metrics.jsonl'),
+      not name.endswith(folders.MADE),
+    )
+    for name in sorted(_names(folder), key=order):
       owner = _OWNER.search(name)
       if int(owner[1] if owner else 0) != cluster.rank():
         continue
@@ -223,11 +240,13 @@ def _is_hidden(name: str) -> bool:
 def _prune(folder: pathlib.Path, drop: Callable[[str], bool]) -> None:
   """Removes files of a local copy by their names, but for folders in use."""
   used = [
-    lock.parent for lock in folder.rglob('.lock') if folders.in_use(lock.parent)
+    lock.parent
+    for lock in folder.rglob('*/.lock')
+    if folders.in_use(lock.parent)
   ]
   for path in (folder / name for name in filter(drop, _names(folder))):
     if not any(home in path.parents for home in used):
-      path.unlink()
+      path.unlink(missing_ok=True)  # another reader prunes too
 
 
 def _stamp(path: pathlib.Path) -> tuple[int, int]:

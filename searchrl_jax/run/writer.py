@@ -41,7 +41,6 @@ from typing import Any
 
 import numpy as np
 
-from retrieval import files
 from searchrl_jax.run import (
   alarms,
   cluster,
@@ -89,7 +88,7 @@ class Writer:
     config,
     *,
     step=0,
-    steps=0,
+    steps=None,
     about=None,
     contents=None,
     out=None,
@@ -100,7 +99,7 @@ class Writer:
       folder: the run folder.
       config: the resolved config; reads config.name and config.log.
       step: the first step that will be written; later lines are removed.
-      steps: total number, for the remaining time; 0 = unknown.
+      steps: total number; None = of an evaluation.
       about: more to record about this start in environment.json (devices, ...).
       contents: what decides the results and no field holds: name -> JSON, such
         as a digest of what a field names. A start with others is refused.
@@ -137,18 +136,13 @@ class Writer:
   def _open(self, stack, config, about: dict, contents: dict) -> None:
     """Opens the files that one process writes; `stack` closes them."""
     self._lock = stack.enter_context(folders.locked(self.folder))
-    path, step = self.folder / 'environment.json', self._first
-    starts = (files.read_json(path) or {}).get('starts', [])
-    file = self.folder / 'config.json'
-    begun = remote.begun(self.folder)
-    records.require(
-      begun or starts or not file.exists(),
-      f'{file} is in the way: no run wrote it. Use another folder',
-    )
+    step, file = self._first, self.folder / 'config.json'
+    records.require_ours(self.folder)
+    starts, begun = records.starts(self.folder), remote.begun(self.folder)
     records.require(  # which every start writes first
       file.exists() or not begun,
-      f'{self.folder} has metrics or checkpoints and no config.json: no run '
-      'wrote them. Use another folder',
+      f'{self.folder} has metrics or checkpoints, and not the config.json of '
+      'their run: put it back, or use another folder',
     )
     changed, before = {}, {}
     if begun:
@@ -158,12 +152,14 @@ class Writer:
       lookup.require_contents(self.folder, before, now, records.RunError)
     start = {'step': step, 'config_changed': changed, **environment()}
     start |= {**about, 'contents': before | contents}
+    path = self.folder / records.ENVIRONMENT
     records.write_json(path, {'starts': [*starts, start]})
     records.write_json(file, config)
     self._metrics.touch()
     self._alarms = alarms.Alarms(_kept(self._metrics, step or -1))
     for folder in {self.folder, remote.place(self.folder)}:
-      records.drop_steps(folder, step or -1)
+      if starts or begun:
+        records.drop_steps(folder, step or -1)
     self._trackers = trackers.trackers(self.folder, config, step, stack)
 
   def write(self, step: int, metrics: Mapping[str, Any]) -> dict[str, float]:
@@ -384,7 +380,7 @@ class Writer:
     for field, values in changed.items():
       old, new = ('absent' if v is None else json.dumps(v) for v in values)
       what = f'config.{field} is {old} there and {new} now'
-      if field in _ENDS and not self._steps:
+      if field in _ENDS and self._steps is None:
         continue  # of an evaluation, whose checkpoint is one of the contents
       if field in _ENDS and operator.attrgetter(field)(config) == self._steps:
         self._require_open_end(field, what, config)

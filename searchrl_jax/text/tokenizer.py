@@ -275,11 +275,13 @@ def load(path: str | os.PathLike) -> Tokenizer:
   folder = pathlib.Path(path)
   known = folder.is_dir() or re.fullmatch(r'[\w.-]+/[\w.-]+', path)
   require(known, f'tokenizer folder {path} does not exist')
+  for file in folder.iterdir() if folder.is_dir() else ():
+    if file.suffix in ('.json', '.jinja', '.txt', '.model'):  # no weights
+      require_content(file)
   # The generic class uses tokenizer.json unchanged; the class of a model would
   # build another backend.
   kind = transformers.AutoTokenizer
   if (folder / 'tokenizer.json').is_file():
-    require_content(folder / 'tokenizer.json')
     kind = transformers.PreTrainedTokenizerFast
   try:
     hf = kind.from_pretrained(path, local_files_only=folder.is_dir())
