@@ -22,7 +22,7 @@ experiments/arena/ has figures. Arguments:
 from ml_collections import ConfigDict
 
 from configs import quickstart
-from searchrl_jax.run import schema
+from searchrl_jax import schema
 from searchrl_jax.worlds import atlas, atlas_traces
 
 WORLD = dict(train=300, heldout=150, known=40)

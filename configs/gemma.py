@@ -25,7 +25,7 @@ last step; no checkpoint is selected. Arguments:
 from ml_collections import ConfigDict
 
 from configs import machines, wiki_nq
-from searchrl_jax.run import schema
+from searchrl_jax import schema
 
 # Of the attempts of start='hesitant': it trusts its memory for some kinds of
 # questions. Fixed by the greedy search rate on tuning questions before any RL:

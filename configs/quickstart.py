@@ -25,7 +25,7 @@ run, for its last checkpoint; no checkpoint is selected. Arguments:
 
 from ml_collections import ConfigDict
 
-from searchrl_jax.run import schema
+from searchrl_jax import schema
 
 WORLD = dict(train=400, heldout=150, relations=4)
 

@@ -61,7 +61,7 @@ release:
 from ml_collections import ConfigDict
 
 from configs import algorithms, machines, quickstart, seven
-from searchrl_jax.run import schema
+from searchrl_jax import schema
 
 ALGORITHMS = {
   'grpo': algorithms.GRPO | dict(aggregation='token', kl_coef=0.001),

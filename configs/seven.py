@@ -28,7 +28,7 @@ no checkpoint is selected.
 from ml_collections import ConfigDict
 
 from configs import wiki_nq
-from searchrl_jax.run import schema
+from searchrl_jax import schema
 
 # Splits that FlashRAG publishes; the last is the one evaluated on.
 SPLITS = {

@@ -81,7 +81,7 @@ Differences from SSP's release that affect results (each file has more):
 from ml_collections import ConfigDict
 
 from configs import algorithms, atlas, seven
-from searchrl_jax.run import schema
+from searchrl_jax import schema
 
 WORLD = dict(play=300, heldout=150)
 MODULE = 'experiments.ssp.world'

@@ -55,7 +55,7 @@ release:
 from ml_collections import ConfigDict
 
 from configs import algorithms, atlas
-from searchrl_jax.run import schema
+from searchrl_jax import schema
 
 WORLD = dict(warm=240, rl=160, heldout=100, unseen=80)
 REWARDS = ('graded', 'binary')

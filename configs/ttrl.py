@@ -53,7 +53,7 @@ minutes. rewards/vote.py lists differences from the released code. Others:
 from ml_collections import ConfigDict
 
 from configs import algorithms, atlas, quickstart, search_r1, ssrl
-from searchrl_jax.run import schema
+from searchrl_jax import schema
 
 BASES = ('search', 'ssrl', 'math', 'atlas')
 LABELS = {

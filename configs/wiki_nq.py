@@ -30,7 +30,7 @@ selected.
 from ml_collections import ConfigDict
 
 from configs import machines
-from searchrl_jax.run import schema
+from searchrl_jax import schema
 
 
 def get_config(arg=None):

@@ -56,7 +56,7 @@ from ml_collections import ConfigDict
 
 from configs import atlas, search_r1
 from experiments.zerosearch import documents
-from searchrl_jax.run import schema
+from searchrl_jax import schema
 
 REWARDS = {
   'f1': dict(fn='answer.f1', weight=1.0),

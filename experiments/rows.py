@@ -4,7 +4,7 @@
     --workdir=runs/search_r1 --out=experiments/search_r1/results.json \\
     [--only=grpo,ppo] [--seeds=0] [--parallel=2]
 
---row names a module with ROW, a `Row`: a sweep (searchrl_jax/sweeps/core.py)
+--row names a module with ROW, a `Row`: a sweep (searchrl_jax/sweep/core.py)
 with bars. Arms of one world share a retrieval server. The JSON has the results
 so far, of all arms:
 
@@ -31,10 +31,11 @@ from absl import flags
 from experiments import table
 from experiments.benchmarks import common
 from experiments.table import Bar
-from searchrl_jax import sweep
-from searchrl_jax.run import command, records
-from searchrl_jax.sweeps import core, figures
-from searchrl_jax.sweeps.core import Arm, Start, Sweep, evaluation
+from searchrl_jax.run import command
+from searchrl_jax.store import records
+from searchrl_jax.sweep import core, figures
+from searchrl_jax.sweep import runner as sweep
+from searchrl_jax.sweep.core import Arm, Start, Sweep, evaluation
 
 __all__ = ('Arm', 'Bar', 'Row', 'Start', 'evaluation')
 

@@ -15,7 +15,7 @@ import pathlib
 from absl import app
 
 from experiments.benchmarks import common
-from searchrl_jax.sweeps.figures import Interval, show
+from searchrl_jax.sweep.figures import Interval, show
 
 
 class Missing(LookupError):

@@ -6,7 +6,7 @@
 After a kill, the same command continues the work. With a further --index it
 builds that index from the existing vectors; --corpus may then be omitted. With
 --adopt=FILE the vectors come from an existing index or saved embeddings: see
-`retrieval.adopt`.
+`retrieval.index.adopt`.
 
 Indexes: bm25, dense_jax, dense_faiss:FACTORY (Flat, HNSW64, "IVF4096,Flat",
 "IVF4096,PQ64", ...), milvus.
@@ -23,12 +23,13 @@ from absl import app as absl_app
 from absl import flags
 import numpy as np
 
-from retrieval import bm25 as bm25_lib
-from retrieval import files, vectors
-from retrieval import folder as folders
+from retrieval import files
 from retrieval.corpus import Corpus, CorpusError, Digest, iter_documents
-from retrieval.folder import FORMAT, KINDS, SETTINGS
-from retrieval.store import open_store, write_store
+from retrieval.index import bm25 as bm25_lib
+from retrieval.index import folder as folders
+from retrieval.index import vectors
+from retrieval.index.folder import FORMAT, KINDS, SETTINGS
+from retrieval.index.store import open_store, write_store
 
 _OWN = """manifest.json corpus.arrow vectors.npy vectors.npy.part vectors.json
   adopted.joined bm25 faiss"""  # what --restart removes
@@ -100,7 +101,7 @@ class Folder:
 
   def add_faiss(self, factory: str, **about: Any) -> None:
     """Adds an existing index file, with its search options."""
-    from retrieval.dense_faiss import DenseFaiss
+    from retrieval.index.dense_faiss import DenseFaiss
 
     found = DenseFaiss(folders.faiss_path(self.path, factory), None).parameters
     stated = ('sample_sha256', 'nprobe', 'ef_search')
@@ -176,7 +177,7 @@ def build_indexes(
       index = bm25_lib.BM25Index.build(corpus.contents, place, **bm25)
       indexes[name] = dict(index.parameters)
     elif kind == 'dense_faiss':
-      from retrieval import dense_faiss
+      from retrieval.index import dense_faiss
 
       final = folders.faiss_path(folder.path, factory)
       final.parent.mkdir(exist_ok=True)
@@ -184,7 +185,7 @@ def build_indexes(
       dense_faiss.build(found, factory, final, identity=identity)
       folder.add_faiss(factory)
     elif kind == 'milvus':
-      from retrieval import milvus
+      from retrieval.index import milvus
 
       milvus.build(found, uri, collection)
       indexes[name] = {'collection': collection, 'uri': uri}
@@ -216,7 +217,7 @@ def _fill(f: flags.FlagValues, folder: Folder) -> None:
   def make_encoder(**settings: Any) -> Any:
     if f.encoder is None:
       raise ValueError('--encoder is missing: dense indexes need one')
-    from retrieval.encoder import Encoder
+    from retrieval.index.encoder import Encoder
 
     given = {name: getattr(f, name) for name in _ENCODER} | settings
     given = {k: v for k, v in given.items() if v is not None}
@@ -235,7 +236,7 @@ def _fill(f: flags.FlagValues, folder: Folder) -> None:
     return found
 
   if f.adopt:
-    from retrieval.adopt import adopt
+    from retrieval.index.adopt import adopt
 
     options = {'dtype': f.vectors, 'sample': f.sample}
     where = make_encoder, folder.path

@@ -19,11 +19,11 @@ import rich.padding
 import rich.text
 
 from retrieval import files, server
-from retrieval.bm25 import WORDS, Analyzer
 from retrieval.client import Hit, RetrievalError, health_sync, retrieve_sync
 from retrieval.core import SearchFailed
 from retrieval.corpus import split_contents
-from retrieval.served import open_searcher
+from retrieval.index.bm25 import WORDS, Analyzer
+from retrieval.serve.searcher import open_searcher
 
 # Passages are not trusted: no escape sequence may reach a terminal.
 _CONTROL = re.compile('[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]')

@@ -34,11 +34,12 @@ import fastapi
 import uvicorn
 from uvicorn.protocols.http import h11_impl
 
-from retrieval import bm25, files
-from retrieval.app import create_app
-from retrieval.protocol import Limits
+from retrieval import files
+from retrieval.index import bm25
 from retrieval.proxies import LOOPBACK
-from retrieval.served import open_searcher, say
+from retrieval.serve.app import create_app
+from retrieval.serve.protocol import Limits
+from retrieval.serve.searcher import open_searcher, say
 
 TOKEN = 'RETRIEVAL_TOKEN'  # environment variable
 SOURCES = ('corpus', 'index_folder', 'web', 'replay')

@@ -17,7 +17,7 @@ from rich import console
 from rich import text as rich_text
 
 from retrieval.files import printable
-from searchrl_jax import evaluate
+from searchrl_jax.evaluate import policy as evaluate
 from searchrl_jax.rollout.chains import evaluation, rollout
 from searchrl_jax.rollout.core import RolloutError
 from searchrl_jax.run import build, command

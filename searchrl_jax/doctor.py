@@ -32,23 +32,19 @@ import psutil
 from rich import console
 from rich import text as rich_text
 
+from searchrl_jax import checks, lookup
+from searchrl_jax.aot import dryrun
 from searchrl_jax.data import core as data
+from searchrl_jax.devices.signals import Loop
 from searchrl_jax.engines.core import Sampling
 from searchrl_jax.engines.weights import sync
-from searchrl_jax.learn import checks, dryrun
 from searchrl_jax.learn.learner import Learner
+from searchrl_jax.models import parameters
 from searchrl_jax.rewards import judge as judges
-from searchrl_jax.run import (
-  build,
-  command,
-  lookup,
-  parameters,
-  progress,
-  records,
-)
-from searchrl_jax.run.signals import Loop
+from searchrl_jax.run import build, command
 from searchrl_jax.sources import none, simulated
 from searchrl_jax.sources.core import SourceError
+from searchrl_jax.store import progress, records
 from searchrl_jax.types import SearchError, SearchRequest
 
 GIB = 2**30

@@ -15,15 +15,10 @@ import pathlib
 
 from absl import flags
 
-from searchrl_jax.models import lora, pretrained
-from searchrl_jax.run import (
-  build,
-  checkpoint,
-  command,
-  lookup,
-  parameters,
-  records,
-)
+from searchrl_jax import lookup
+from searchrl_jax.models import lora, parameters, pretrained
+from searchrl_jax.run import build, command
+from searchrl_jax.store import checkpoint, records
 from searchrl_jax.text import untrusted
 from searchrl_jax.types import Question
 

@@ -22,8 +22,10 @@ import zipfile
 
 from absl import flags
 
+from searchrl_jax import lookup
 from searchrl_jax.models import gguf
-from searchrl_jax.run import command, lookup, progress
+from searchrl_jax.run import command
+from searchrl_jax.store import progress
 
 
 @dataclasses.dataclass(frozen=True)

@@ -29,9 +29,11 @@ import jax
 import numpy as np
 import tokenizers
 
+from searchrl_jax import lookup
 from searchrl_jax.data import jsonl
 from searchrl_jax.models import pretrained
-from searchrl_jax.run import command, lookup, progress
+from searchrl_jax.run import command
+from searchrl_jax.store import progress
 from searchrl_jax.text import tokenizer
 
 KEPT = 'kept.json'  # in the small version's folder: the ids that were kept

@@ -14,8 +14,8 @@
 
 Steps count from 0; -1 is the evaluation before the first update. The frames of
 a trajectory share the columns `step` and `id` (of its question, role and
-sample). The formats are those of `run/writer.py`, `run/records.py` and
-`evaluators/ledger.py`, which also read and write them.
+sample). The formats are those of `store/writer.py`, `store/records.py` and
+`evaluate/ledger.py`, which also read and write them.
 """
 
 import codecs
@@ -32,10 +32,12 @@ from ml_collections import ConfigDict
 import numpy as np
 import pandas as pd
 
-from searchrl_jax.evaluators import ledger
+from searchrl_jax import lookup
+from searchrl_jax.evaluate import ledger
 from searchrl_jax.rewards import equivalence
-from searchrl_jax.run import build, folders, lookup, records
-from searchrl_jax.run.records import Record, RunError
+from searchrl_jax.run import build
+from searchrl_jax.store import folders, records
+from searchrl_jax.store.records import Record, RunError
 from searchrl_jax.text import parser, untrusted
 from searchrl_jax.text import tokenizer as tokenizers
 from searchrl_jax.types import SEARCH, SearchError, Segment, Trajectory
@@ -255,7 +257,7 @@ class Run:
     """rows.jsonl of this folder and of those below: a row a trajectory.
 
     folder: which `evaluate` wrote. evaluation: 'eval', or a control. The other
-    columns are those of `evaluators.grading.Row`.
+    columns are those of `evaluate.grading.Row`.
 
     Raises:
       RunError: there is none.

@@ -24,26 +24,21 @@ import time
 import numpy as np
 
 from retrieval import files
-from searchrl_jax import types
+from searchrl_jax import checks, lookup, types
 from searchrl_jax.data import core as data
+from searchrl_jax.devices import cluster
+from searchrl_jax.devices.signals import Loop
 from searchrl_jax.engines.core import Completion
-from searchrl_jax.evaluators import grading
-from searchrl_jax.learn import batching, checks, optim
+from searchrl_jax.evaluate import grading
+from searchrl_jax.learn import batching, optim
 from searchrl_jax.learn.learner import Learner, own_optim
+from searchrl_jax.models import parameters
 from searchrl_jax.rewards import scores as metrics
-from searchrl_jax.run import (
-  build,
-  cluster,
-  command,
-  folders,
-  lookup,
-  parameters,
-  progress,
-)
+from searchrl_jax.run import build, command
 from searchrl_jax.run.session import Session
-from searchrl_jax.run.signals import Loop
 from searchrl_jax.sources import simulated
 from searchrl_jax.sources.core import SourceError
+from searchrl_jax.store import folders, progress
 from searchrl_jax.text import prompts
 from searchrl_jax.text.env import Done, Search, SearchEnv
 from searchrl_jax.text.untrusted import Part

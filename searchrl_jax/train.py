@@ -16,32 +16,23 @@ import sys
 from absl import flags
 import numpy as np
 
+from searchrl_jax import checks
+from searchrl_jax.aot import dryrun, gate
 from searchrl_jax.data import core as data
+from searchrl_jax.devices import cluster
 from searchrl_jax.engines.weights import sync
-from searchrl_jax.evaluators import grading, health
-from searchrl_jax.learn import (
-  advantages,
-  batching,
-  checks,
-  credit,
-  dryrun,
-  gate,
-)
+from searchrl_jax.evaluate import grading, health
+from searchrl_jax.learn import advantages, batching, credit
 from searchrl_jax.learn.learner import Learner
+from searchrl_jax.models import parameters
 from searchrl_jax.rewards import core as rewards
 from searchrl_jax.rewards import judge as judges
 from searchrl_jax.rollout import collector
 from searchrl_jax.rollout.chains import greedy, refill_config, rollout
 from searchrl_jax.rollout.core import RolloutStats
-from searchrl_jax.run import (
-  build,
-  cluster,
-  command,
-  folders,
-  parameters,
-  progress,
-)
+from searchrl_jax.run import build, command
 from searchrl_jax.run.session import Session
+from searchrl_jax.store import folders, progress
 
 
 def train(config, workdir: str) -> dict[str, float]:

@@ -32,9 +32,10 @@ import urllib.parse
 from absl import flags
 import numpy as np
 
-from searchrl_jax import read
-from searchrl_jax.run import command, lookup, records
-from searchrl_jax.run.records import Record, RunError
+from searchrl_jax import lookup, read
+from searchrl_jax.run import command
+from searchrl_jax.store import records
+from searchrl_jax.store.records import Record, RunError
 from searchrl_jax.types import SEARCH, SearchError
 
 PAGE = pathlib.Path(__file__).with_suffix('.html')

@@ -57,9 +57,9 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 STRICT = (
   'tests/methods',
   'tests/models',
-  'tests/test_losses',
-  'tests/test_update',
-  'tests/test_advantages',
+  'tests/learn/test_losses',
+  'tests/learn/test_update',
+  'tests/learn/test_advantages',
   'tests/engines',
 )
 

@@ -6,9 +6,9 @@ import random
 
 import numpy as np
 
+from searchrl_jax import schema
 from searchrl_jax.engines.core import Completion
 from searchrl_jax.rollout.chains import rollout
-from searchrl_jax.run import schema
 from searchrl_jax.text import prompts
 from searchrl_jax.text.env import SearchEnv
 from searchrl_jax.types import Passage, SearchError, SearchResult

@@ -11,7 +11,7 @@ from tokenizers import decoders, models, pre_tokenizers
 import transformers
 
 from searchrl_jax.engines.core import Completion
-from searchrl_jax.run.schema import base
+from searchrl_jax.schema import base
 from searchrl_jax.text import env as envs
 from searchrl_jax.text import parser, prompts
 from searchrl_jax.text import tokenizer as tokenizing

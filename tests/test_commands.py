@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import importlib.util
 import json
 import os
 import pathlib
@@ -17,16 +18,19 @@ from safetensors.numpy import load_file
 
 from configs import algorithms
 from experiments.quickstart import run as quickstart
-from searchrl_jax import ask, evaluate, export, sft, train
+from searchrl_jax import ask, checks, export, schema, sft, train
+from searchrl_jax.aot import dryrun
 from searchrl_jax.data import core as data
+from searchrl_jax.devices import sharding
 from searchrl_jax.engines.jax import device
-from searchrl_jax.learn import checks, dryrun
-from searchrl_jax.models import decoder, pretrained
-from searchrl_jax.run import build, parameters, records, schema, sharding
+from searchrl_jax.evaluate import policy as evaluate
+from searchrl_jax.models import decoder, parameters, pretrained
+from searchrl_jax.run import build
 from searchrl_jax.run import command as commands
-from searchrl_jax.run.checkpoint import CheckpointError
 from searchrl_jax.sources.core import SourceError
 from searchrl_jax.sources.service import ServiceSource
+from searchrl_jax.store import records
+from searchrl_jax.store.checkpoint import CheckpointError
 from searchrl_jax.types import Passage, Question
 from tests import here, tiny
 from tests.conftest import ROOT
@@ -40,9 +44,9 @@ CONFIGS = sorted(
 )
 
 
-def command(module, *args, status=0, stdin='', package='searchrl_jax'):
-  """Runs `python -m PACKAGE.MODULE ...`; returns (stdout, stderr)."""
-  done = here.run(f'{package}.{module}', *args, stdin=stdin)
+def command(module, *args, status=0, stdin=''):
+  """Runs `python -m searchrl_jax.MODULE ...`; returns (stdout, stderr)."""
+  done = here.run(f'searchrl_jax.{module}', *args, stdin=stdin)
   assert done.returncode == status, done.stdout + done.stderr
   return done.stdout, done.stderr
 
@@ -179,7 +183,9 @@ def test_help_helps():
     'searchrl_jax.view',
     'experiments.quickstart.run',
   ):
-    assert f'python -m {name}' in importlib.import_module(name).__doc__
+    package = importlib.util.find_spec(name).submodule_search_locations
+    module = importlib.import_module(f'{name}.__main__' if package else name)
+    assert f'python -m {name}' in module.__doc__
 
 
 @pytest.mark.parametrize(
@@ -197,7 +203,7 @@ def test_help_helps():
     (['--config.model.path=/nowhere'], 'needs the tokenizer it was trained'),
     (['--config.train.init=runs/wram'], "config.train.init='runs/wram'"),
     (['--config.source.url=http://127.0.0.1:80OO'], 'config.source.url'),
-    (['--config.source.module=controls'], 'no function make'),
+    (['--config.source.module=dials'], 'no function make'),
     (
       ['--config.source.url=http://127.0.0.1:9', '--config.source.attempts=1'],
       '127.0.0.1:9',
@@ -226,7 +232,7 @@ def test_errors_are_one_line_that_names_the_fix(tmp_path, args, message):
 
 def test_a_stopped_run_exits_as_a_signal_does(tmp_path):
   with mock.patch(
-    'searchrl_jax.learn.dryrun.report', side_effect=commands.Stopped('saved')
+    'searchrl_jax.aot.dryrun.report', side_effect=commands.Stopped('saved')
   ):
     _, err = command(
       'train',
@@ -240,7 +246,7 @@ def test_a_stopped_run_exits_as_a_signal_does(tmp_path):
 
 def test_a_shape_by_name_is_reported_on_and_not_trained(tmp_path):
   with mock.patch(
-    'searchrl_jax.learn.dryrun.report', side_effect='{} {}'.format
+    'searchrl_jax.aot.dryrun.report', side_effect='{} {}'.format
   ) as report:
     command(
       'train',
@@ -256,7 +262,7 @@ def test_a_shape_by_name_is_reported_on_and_not_trained(tmp_path):
 def test_the_notes_of_an_error_are_printed(tmp_path):
   error = records.RunError('the first error')
   error.add_note('what closing raised')
-  with mock.patch('searchrl_jax.learn.dryrun.report', side_effect=error):
+  with mock.patch('searchrl_jax.aot.dryrun.report', side_effect=error):
     _, err = command(
       'train',
       '--config=configs/quickstart.py',

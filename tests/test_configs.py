@@ -4,9 +4,8 @@ import importlib
 
 import pytest
 
+from searchrl_jax import checks, lookup
 from searchrl_jax.data.checks import DataError
-from searchrl_jax.learn import checks
-from searchrl_jax.run import lookup
 from searchrl_jax.types import Question
 from searchrl_jax.worlds import atlas
 from tests import tiny

@@ -3,8 +3,8 @@
 import pytest
 import transformers
 
-from searchrl_jax import export
-from searchrl_jax.run import build, schema
+from searchrl_jax import export, schema
+from searchrl_jax.run import build
 from searchrl_jax.types import Question
 from tests import scripted
 

@@ -12,9 +12,8 @@ import jax
 import numpy as np
 import pytest
 
-from searchrl_jax import fetch, prune
+from searchrl_jax import fetch, lookup, prune
 from searchrl_jax.models import decoder, gguf, pretrained
-from searchrl_jax.run import lookup
 from searchrl_jax.text import tokenizer
 from tests import scripted
 from tests.models import test_parity as golden

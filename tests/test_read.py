@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from searchrl_jax import read
-from searchrl_jax.evaluators import grading, ledger
-from searchrl_jax.run import records
-from searchrl_jax.run.records import RunError
+from searchrl_jax.evaluate import grading, ledger
+from searchrl_jax.store import records
+from searchrl_jax.store.records import RunError
 from tests import viewed
 
 

@@ -5,8 +5,8 @@ import operator
 
 import pytest
 
-from searchrl_jax.run import schema
-from searchrl_jax.run.lookup import ConfigError
+from searchrl_jax import schema
+from searchrl_jax.lookup import ConfigError
 from tests.test_configs import RECIPES
 
 REFUSED = (

@@ -5,7 +5,7 @@ import pytest
 
 from searchrl_jax import sft
 from searchrl_jax.data.core import Trace
-from searchrl_jax.run.lookup import ConfigError
+from searchrl_jax.lookup import ConfigError
 from searchrl_jax.text.tokenizer import load, train_bpe
 from searchrl_jax.types import Passage
 from tests import scripted

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from searchrl_jax import read, view
-from searchrl_jax.run.records import RunError
+from searchrl_jax.store.records import RunError
 from searchrl_jax.types import Passage, SearchRequest, SearchResult
 from tests import browsers, here, viewed
 

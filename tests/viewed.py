@@ -6,7 +6,7 @@ import pathlib
 import numpy as np
 
 from searchrl_jax.rewards import scores
-from searchrl_jax.run import records, writer
+from searchrl_jax.store import records, writer
 from searchrl_jax.text import tokenizer as tokenizers
 from searchrl_jax.types import (
   Passage,

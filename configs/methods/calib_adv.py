@@ -26,9 +26,9 @@ import numpy as np
 
 from configs import algorithms
 from configs.methods import core
+from searchrl_jax import lookup
 from searchrl_jax.learn.advantages import normalised, returns
 from searchrl_jax.rewards import ablations
-from searchrl_jax.run import lookup
 
 VERSIONS = {'sound': False, 'as_released': True}
 

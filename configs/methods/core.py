@@ -22,7 +22,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from configs import algorithms
-from searchrl_jax.run import lookup, schema
+from searchrl_jax import lookup, schema
 
 # GRPO as most releases of search agents have it (configs/methods/grpo.py).
 GRPO = algorithms.GRPO | dict(aggregation='token')

@@ -23,9 +23,9 @@ import jax.numpy as jnp
 
 from configs import algorithms
 from configs.methods import core
+from searchrl_jax import lookup
 from searchrl_jax.learn import losses
 from searchrl_jax.rewards import ablations
-from searchrl_jax.run import lookup
 
 VERSIONS = {
   'sound': dict(llds_zero=False, llds_tolerance=1e-3),

@@ -27,8 +27,8 @@ import math
 
 from configs import algorithms
 from configs.methods import core
+from searchrl_jax import lookup
 from searchrl_jax.rewards import ablations, efficiency
-from searchrl_jax.run import lookup
 
 
 def get_config(arg=None):

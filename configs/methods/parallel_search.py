@@ -29,9 +29,9 @@ those of the base.
 import itertools
 
 from configs.methods import core
+from searchrl_jax import lookup
 from searchrl_jax.rewards import ablations, answer, scores
 from searchrl_jax.rewards.core import per_trajectory
-from searchrl_jax.run import lookup
 from searchrl_jax.text import prompts
 from searchrl_jax.types import SEARCH
 

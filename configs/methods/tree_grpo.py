@@ -29,9 +29,9 @@ import hashlib
 import numpy as np
 
 from configs.methods import core
+from searchrl_jax import lookup
 from searchrl_jax.learn import advantages
 from searchrl_jax.rewards import ablations
-from searchrl_jax.run import lookup
 
 
 def get_config(arg=None):

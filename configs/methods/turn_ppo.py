@@ -19,8 +19,8 @@ import numpy as np
 
 from configs import algorithms
 from configs.methods import core
+from searchrl_jax import lookup
 from searchrl_jax.learn.advantages import normalised
-from searchrl_jax.run import lookup
 
 ADVANTAGE = dict(
   advantage='configs.methods.turn_ppo.turn_gae',

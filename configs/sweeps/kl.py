@@ -7,8 +7,8 @@ Arguments:
 """
 
 from configs import quickstart
-from searchrl_jax.run import schema
-from searchrl_jax.sweeps import core
+from searchrl_jax import schema
+from searchrl_jax.sweep import core
 
 
 def get_sweep(arg=None):

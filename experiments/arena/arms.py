@@ -47,8 +47,8 @@ from configs import atlas as recipe
 from configs.methods import core as methods
 from experiments.arena import measure, oracle, recipes
 from experiments.arena.verdicts import MARGIN, Claim
-from searchrl_jax.run import lookup
-from searchrl_jax.sweeps import core
+from searchrl_jax import lookup
+from searchrl_jax.sweep import core
 from searchrl_jax.worlds import atlas_traces
 
 TUNED = pathlib.Path(__file__).with_name('tuned.json')

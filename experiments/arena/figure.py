@@ -16,7 +16,8 @@ import pathlib
 from absl import flags
 
 from experiments.arena import arms, results
-from searchrl_jax.run import command, lookup
+from searchrl_jax import lookup
+from searchrl_jax.run import command
 
 SHOWN = 'searches, - GRPO', 'exact match, all, - GRPO'  # of ECONOMY
 COLORS = {'shown': 'C2', 'contradicted': 'C3', 'equivalent': 'C0'}

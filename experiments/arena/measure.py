@@ -29,9 +29,11 @@ import statistics
 
 import numpy as np
 
-from searchrl_jax import evaluate, read
-from searchrl_jax.evaluators import grading
-from searchrl_jax.run import build, records
+from searchrl_jax import read
+from searchrl_jax.evaluate import grading
+from searchrl_jax.evaluate import policy as evaluate
+from searchrl_jax.run import build
+from searchrl_jax.store import records
 from searchrl_jax.text.env import SearchEnv
 from searchrl_jax.types import SEARCH, SearchResult, Trajectory
 from searchrl_jax.worlds import atlas

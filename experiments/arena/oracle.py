@@ -10,7 +10,7 @@ nothing is left to find, z is 0. Facts that the policy has read need no passage.
 import numpy as np
 
 from searchrl_jax.learn.advantages import normalised
-from searchrl_jax.learn.structure import Structure
+from searchrl_jax.text.structure import Structure
 
 # Changes of GRPO's config.
 ARMS = {

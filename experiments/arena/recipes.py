@@ -31,7 +31,7 @@ from experiments.arena import documents, measure
 from experiments.ssp import rows as ssp
 from experiments.zerosearch import check
 from searchrl_jax import read
-from searchrl_jax.sweeps import core
+from searchrl_jax.sweep import core
 
 PHASE, SEEDS = 'recipes', (0, 1, 2, 3)
 SIMULATOR_SEED = 0

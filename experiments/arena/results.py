@@ -12,8 +12,8 @@ import numpy as np
 import pandas as pd
 
 from experiments.arena import arms, oracle, verdicts
-from searchrl_jax.run import records
-from searchrl_jax.sweeps import figures
+from searchrl_jax.store import records
+from searchrl_jax.sweep import figures
 
 SCORE = 'hard/em'
 WINDOW = (0.3, 0.7)  # of GRPO's SCORE, which leaves room to both sides

@@ -8,7 +8,7 @@
   ... --base=base=search_r1,model=Qwen/Qwen2.5-3B,folder=...
 
 experiments/arena/arms.py has the phases. Each arm is a stage of a sweep
-(searchrl_jax/sweep.py): the same command goes on where it was stopped. The
+(searchrl_jax/sweep): the same command goes on where it was stopped. The
 values of arms that are complete are kept in experiments/arena/runs.csv, so
 that what one machine has run, another leaves out (it trains the warm starts of
 what is left again). An arm whose config has changed since runs again, in
@@ -30,9 +30,11 @@ import pandas as pd
 
 from experiments.arena import arms, results
 from experiments.benchmarks import common
-from searchrl_jax import sweep
-from searchrl_jax.run import command, lookup, records, schema
-from searchrl_jax.sweeps import core, figures, stages
+from searchrl_jax import lookup, schema
+from searchrl_jax.run import command
+from searchrl_jax.store import records
+from searchrl_jax.sweep import core, figures, stages
+from searchrl_jax.sweep import runner as sweep
 
 HERE = pathlib.Path(__file__).parent
 RUNS = 'runs.csv'

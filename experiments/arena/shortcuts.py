@@ -31,9 +31,10 @@ from rich import console, table
 
 from configs import atlas as recipe
 from experiments.benchmarks import common
-from searchrl_jax import evaluate
+from searchrl_jax.evaluate import policy as evaluate
 from searchrl_jax.rewards import scores
-from searchrl_jax.run import build, command, records
+from searchrl_jax.run import build, command
+from searchrl_jax.store import records
 from searchrl_jax.types import Question
 from searchrl_jax.worlds import atlas, atlas_traces
 

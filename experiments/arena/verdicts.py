@@ -29,7 +29,7 @@ import math
 import numpy as np
 import scipy.stats
 
-from searchrl_jax.sweeps import figures
+from searchrl_jax.sweep import figures
 
 MARGIN = 0.05
 LEVEL = 0.05

@@ -27,13 +27,13 @@ import numpy as np
 from experiments.benchmarks import common
 from experiments.benchmarks.engines import make_tokenizer
 from experiments.benchmarks.sampler import CASES
+from searchrl_jax import schema as config_lib
+from searchrl_jax.devices.signals import Loop
 from searchrl_jax.engines.core import Sampling
 from searchrl_jax.engines.jax import sampler
 from searchrl_jax.engines.vllm import client
 from searchrl_jax.engines.weights import sync
 from searchrl_jax.models import decoder, pretrained
-from searchrl_jax.run import schema as config_lib
-from searchrl_jax.run.signals import Loop
 from searchrl_jax.types import Prompt
 
 PROMPTS, LENGTH, NEW, TIE = 100, 32, 64, 1e-5

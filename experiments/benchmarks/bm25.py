@@ -31,7 +31,7 @@ from absl import app, flags
 import numpy as np
 
 from experiments.benchmarks import common, generated, scale
-from retrieval import bm25
+from retrieval.index import bm25
 
 K, BATCH = 10, 128
 _QUESTIONS, _CHUNK = 1000, 10_000

@@ -19,7 +19,7 @@ import sys
 from typing import Any
 
 from experiments.benchmarks import LOAD
-from searchrl_jax.run import writer
+from searchrl_jax.store import writer
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 PACKAGES = ('jax', 'jaxlib', 'flax', 'optax', 'numpy')

@@ -30,14 +30,14 @@ import numpy as np
 
 from experiments.benchmarks import common, multiturn
 from experiments.benchmarks.sampler import CASES, NEW, PROMPT, ROWS
+from searchrl_jax import schema as config_lib
+from searchrl_jax.devices.signals import Loop
 from searchrl_jax.engines.core import Sampling
 from searchrl_jax.engines.jax import sampler as jax_sampler
 from searchrl_jax.engines.vllm import client
 from searchrl_jax.engines.weights import sync
 from searchrl_jax.models import decoder
 from searchrl_jax.rollout.chains import rollout
-from searchrl_jax.run import schema as config_lib
-from searchrl_jax.run.signals import Loop
 from searchrl_jax.text import tokenizer
 from searchrl_jax.types import Prompt
 

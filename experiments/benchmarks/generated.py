@@ -28,7 +28,7 @@ def word(rank: int) -> str:
 
 @functools.cache
 def _stop_words() -> list[str]:
-  from retrieval.bm25 import STOP_WORDS
+  from retrieval.index.bm25 import STOP_WORDS
 
   return sorted(STOP_WORDS['english'])
 

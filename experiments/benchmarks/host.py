@@ -38,15 +38,15 @@ import numpy as np
 
 from configs import search_r1
 from experiments.benchmarks import common
+from searchrl_jax.devices.signals import Loop
 from searchrl_jax.engines.core import Completion
-from searchrl_jax.evaluators import health
+from searchrl_jax.evaluate import health
 from searchrl_jax.learn import batching, credit
 from searchrl_jax.rewards import core as rewards
 from searchrl_jax.rollout import collector
 from searchrl_jax.rollout.chains import rollout
 from searchrl_jax.rollout.core import trajectory_seed
-from searchrl_jax.run.signals import Loop
-from searchrl_jax.run.writer import Writer
+from searchrl_jax.store.writer import Writer
 from searchrl_jax.text import prompts, tokenizer
 from searchrl_jax.text.env import SearchEnv
 from searchrl_jax.types import Passage, Question, SearchResult

@@ -32,12 +32,12 @@ from ml_collections import ConfigDict
 import numpy as np
 
 from experiments.benchmarks import common
+from searchrl_jax import schema as config_lib
 from searchrl_jax.engines.core import Sampling
 from searchrl_jax.engines.jax import device
 from searchrl_jax.engines.jax.sampler import JaxSampler
 from searchrl_jax.models import decoder
 from searchrl_jax.rollout.chains import rollout
-from searchrl_jax.run import schema as config_lib
 from searchrl_jax.text.env import Done, Generate, Search
 from searchrl_jax.types import (
   Prompt,

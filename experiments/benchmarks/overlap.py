@@ -36,13 +36,13 @@ import numpy as np
 
 from configs import quickstart
 from experiments.benchmarks import common, multiturn
+from searchrl_jax import schema as config_lib
 from searchrl_jax import sft, train
+from searchrl_jax.devices.signals import Signals
 from searchrl_jax.engines.core import WeightsUpdate
 from searchrl_jax.rollout import collector
 from searchrl_jax.rollout.chains import rollout
 from searchrl_jax.run import build
-from searchrl_jax.run import schema as config_lib
-from searchrl_jax.run.signals import Signals
 
 STEPS, WARM = 8, 2  # of one run; those not counted
 SLOTS, TRAJECTORIES = 48, 192  # four for each slot

@@ -97,9 +97,9 @@ def worker(updates: int) -> None:
   so it uses no helper that the older one lacks."""
   import jax
 
+  from searchrl_jax import schema
   from searchrl_jax.learn import batching, objectives, optim, update
   from searchrl_jax.models import decoder
-  from searchrl_jax.run import schema
 
   c = schema.base()
   c.batch.lengths, c.batch.tokens = MIXED, 8192

@@ -32,7 +32,7 @@ def child(place: str, folder: str, url: str) -> None:
 
   from searchrl_jax import train
   from searchrl_jax.learn import update
-  from searchrl_jax.run import checkpoint
+  from searchrl_jax.store import checkpoint
   from tests import tiny
 
   config = tiny.config(url)
@@ -75,7 +75,9 @@ def digest(folder: str) -> dict[str, str]:
   import numpy as np
 
   from searchrl_jax.learn import objectives, optim, update
-  from searchrl_jax.run import build, checkpoint, parameters, records
+  from searchrl_jax.models import parameters
+  from searchrl_jax.run import build
+  from searchrl_jax.store import checkpoint, records
   from tests import tiny
 
   config = tiny.config()

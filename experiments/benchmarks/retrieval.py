@@ -35,10 +35,10 @@ import numpy as np
 from configs import wiki_nq
 from experiments.benchmarks import common, retrieval_build
 from retrieval import client as client_lib
-from retrieval import folder as folder_lib
 from retrieval import process
-from retrieval.dense_jax import PRECISIONS, DenseJax
-from retrieval.encoder import Encoder
+from retrieval.index import folder as folder_lib
+from retrieval.index.dense_jax import PRECISIONS, DenseJax
+from retrieval.index.encoder import Encoder
 from searchrl_jax.data import core as data
 
 INDEXES = ('bm25', 'dense_faiss:HNSW64', 'dense_faiss:Flat', 'dense_jax')

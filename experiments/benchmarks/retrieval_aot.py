@@ -23,7 +23,7 @@ import time
 
 from absl import app, flags
 
-from searchrl_jax.run import topology
+from searchrl_jax.aot import topology
 
 _DUMP = tempfile.TemporaryDirectory(prefix='retrieval_aot')
 os.environ['XLA_FLAGS'] = f'--xla_dump_to={_DUMP.name}'
@@ -35,9 +35,10 @@ from jax.sharding import Mesh
 import numpy as np
 
 from experiments.benchmarks import common
-from retrieval import dense_programs
-from retrieval.dense_programs import GROUP, Programs
-from searchrl_jax.run import flops, hlo
+from retrieval.index import dense_programs
+from retrieval.index.dense_programs import GROUP, Programs
+from searchrl_jax.aot import hlo
+from searchrl_jax.models import flops
 
 _H200 = topology.parse('h200:1x1')
 # Bytes/s of the L2 of an H200. NVIDIA names none: an assumption.

@@ -76,7 +76,7 @@ class Peak:
 def build(folder: str, out: str, name: str) -> dict:
   """Builds one index in `out`: seconds, peak MB, and the MB of its files."""
   from retrieval import build_index
-  from retrieval import folder as folder_lib
+  from retrieval.index import folder as folder_lib
 
   found = folder_lib.open_folder(folder)
   for file in _READY:
@@ -111,8 +111,8 @@ def build(folder: str, out: str, name: str) -> dict:
 
 def serve(out: str, name: str, model: str, queries: list[str]) -> dict:
   """MB that one index adds to a process that can encode already."""
-  from retrieval import folder as folder_lib
-  from retrieval.encoder import Encoder
+  from retrieval.index import folder as folder_lib
+  from retrieval.index.encoder import Encoder
 
   encoder = None
   if name != 'bm25':

@@ -33,8 +33,8 @@ import numpy as np
 import safetensors.numpy
 
 from experiments.benchmarks import common
-from retrieval.dense_jax import DenseJax
-from retrieval.encoder import Encoder
+from retrieval.index.dense_jax import DenseJax
+from retrieval.index.encoder import Encoder
 from tests.golden import encoders as golden
 
 _E5_BASE = {

@@ -30,12 +30,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.benchmarks import common
+from searchrl_jax import schema as config_lib
 from searchrl_jax.engines.core import Sampling
 from searchrl_jax.engines.jax import caches as kv
 from searchrl_jax.engines.jax import decode
 from searchrl_jax.engines.jax.sampler import JaxSampler
 from searchrl_jax.models import decoder
-from searchrl_jax.run import schema as config_lib
 from searchrl_jax.types import Prompt
 
 ROWS, PROMPT, NEW = 64, 64, 64

@@ -68,15 +68,15 @@ def generate(folder: pathlib.Path, count: int) -> dict:
 
 
 def store(folder: pathlib.Path, count: int) -> dict:
-  from retrieval.store import write_store
+  from retrieval.index.store import write_store
 
   write_store(folder / 'corpus.jsonl', folder / 'corpus.arrow')
   return {'disk_bytes': _size(folder / 'corpus.arrow')}
 
 
 def bm25(folder: pathlib.Path, count: int) -> dict:
-  from retrieval.bm25 import BM25Index
-  from retrieval.store import open_store
+  from retrieval.index.bm25 import BM25Index
+  from retrieval.index.store import open_store
 
   corpus = open_store(folder / 'corpus.arrow')
   BM25Index.build(corpus.contents, folder / 'bm25')
@@ -91,8 +91,8 @@ def bm25(folder: pathlib.Path, count: int) -> dict:
 
 
 def search(folder: pathlib.Path, count: int) -> dict:
-  from retrieval.bm25 import BM25Index
-  from retrieval.store import open_store
+  from retrieval.index.bm25 import BM25Index
+  from retrieval.index.store import open_store
 
   begun = time.perf_counter()
   corpus = open_store(folder / 'corpus.arrow')
@@ -120,8 +120,8 @@ def search(folder: pathlib.Path, count: int) -> dict:
 
 
 def vectors(folder: pathlib.Path, count: int) -> dict:
-  from retrieval import vectors
-  from retrieval.store import open_store
+  from retrieval.index import vectors
+  from retrieval.index.store import open_store
 
   corpus = open_store(folder / 'corpus.arrow')
   encoder = generated.Generated()
@@ -143,8 +143,8 @@ def ivf(folder: pathlib.Path, count: int) -> dict:
 
 
 def _faiss(folder: pathlib.Path, factory: str) -> dict:
-  from retrieval import dense_faiss
-  from retrieval.vectors import open_vectors
+  from retrieval.index import dense_faiss
+  from retrieval.index.vectors import open_vectors
 
   rows, path = open_vectors(folder), folder / 'faiss.index'
   begun = time.perf_counter()
@@ -173,7 +173,7 @@ def _faiss(folder: pathlib.Path, factory: str) -> dict:
 
 
 def hnsw(folder: pathlib.Path, count: int) -> dict:
-  from retrieval import dense_faiss
+  from retrieval.index import dense_faiss
 
   rows, path = (
     generated.Generated().encode_passages([''] * count),
@@ -189,7 +189,7 @@ def encode(folder: pathlib.Path, count: int) -> dict:
   import safetensors.numpy
   import tokenizers
 
-  from retrieval.encoder import Encoder
+  from retrieval.index.encoder import Encoder
   from tests.golden import encoders as golden
 
   model = folder / 'e5-generated'

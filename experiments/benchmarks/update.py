@@ -94,9 +94,9 @@ def worker(case: dict) -> None:
   import jax
   import numpy as np
 
+  from searchrl_jax import schema as configs
   from searchrl_jax.learn import batching, objectives, optim, update
   from searchrl_jax.models import decoder
-  from searchrl_jax.run import schema as configs
 
   c = configs.base()
   B, T = case['rows'], case['length']

@@ -27,7 +27,7 @@ import jax
 import numpy as np
 
 from retrieval import process
-from searchrl_jax.run import checkpoint, records
+from searchrl_jax.store import checkpoint, records
 from searchrl_jax.worlds import microworld
 from tests import tiny
 from tests.cluster import launch

@@ -17,8 +17,8 @@ from experiments.gemma import questions
 from retrieval import corpus as corpora
 from searchrl_jax.data.checks import DataError
 from searchrl_jax.data.core import Trace
-from searchrl_jax.run import records
 from searchrl_jax.sources.core import Source
+from searchrl_jax.store import records
 from searchrl_jax.types import Passage, Question, SearchRequest, SearchResult
 
 WORDS = 80  # of a passage in a prompt: about those of an observation

@@ -20,10 +20,10 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
-from searchrl_jax import prune
+from searchrl_jax import lookup, prune, schema
 from searchrl_jax.data import core as data
 from searchrl_jax.models import gguf, pretrained
-from searchrl_jax.run import command, lookup, schema
+from searchrl_jax.run import command
 
 HALVES = 'a.safetensors', 'b.safetensors'
 DATA = 'corpus.jsonl.gz', 'qa_train.jsonl.gz', 'qa_dev.jsonl.gz'

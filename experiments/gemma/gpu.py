@@ -16,7 +16,9 @@ from absl import flags
 
 from experiments.benchmarks import common
 from experiments.gemma import carry
-from searchrl_jax.run import command, lookup, records
+from searchrl_jax import lookup
+from searchrl_jax.run import command
+from searchrl_jax.store import records
 
 CONFIG = 'configs/gemma.py'
 # A CPU tries the commands with these.

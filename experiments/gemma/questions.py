@@ -15,8 +15,8 @@ import zlib
 import numpy as np
 
 from experiments.search_r1.wiki_traces import content_words
-from retrieval import bm25
 from retrieval import corpus as passages
+from retrieval.index import bm25
 from searchrl_jax.data import jsonl
 from searchrl_jax.data.checks import DataError
 from searchrl_jax.data.core import Search, Trace

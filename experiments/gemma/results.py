@@ -30,11 +30,12 @@ import numpy as np
 from experiments.benchmarks import common
 from experiments.gemma import questions
 from experiments.gemma.rows import TRAINED
+from searchrl_jax import schema
 from searchrl_jax.data import core as data
-from searchrl_jax.evaluators import grading, ledger
+from searchrl_jax.evaluate import grading, ledger
 from searchrl_jax.rewards import scores
-from searchrl_jax.run import records, schema
-from searchrl_jax.sweeps import core, figures, stages
+from searchrl_jax.store import records
+from searchrl_jax.sweep import core, figures, stages
 
 RESAMPLES = 10_000
 Hits = Mapping[str, float]  # question -> exact match, the mean of its samples

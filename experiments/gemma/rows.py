@@ -18,10 +18,10 @@ from ml_collections import ConfigDict
 
 from configs import gemma
 from experiments import rows
-from searchrl_jax import evaluate
+from searchrl_jax import schema
 from searchrl_jax.data import core as data
-from searchrl_jax.run import schema
-from searchrl_jax.sweeps import core
+from searchrl_jax.evaluate import policy as evaluate
+from searchrl_jax.sweep import core
 
 MODULE = 'experiments.gemma'
 # File of the data, and the questions of it.

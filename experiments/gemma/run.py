@@ -25,10 +25,13 @@ from absl import flags
 
 from experiments.benchmarks import common
 from experiments.gemma import baselines, questions, results, rows
-from searchrl_jax import evaluate, fetch, prune, read, sweep, view
+from searchrl_jax import fetch, lookup, prune, read, schema, view
 from searchrl_jax.data import core as data
+from searchrl_jax.evaluate import policy as evaluate
 from searchrl_jax.models import pretrained
-from searchrl_jax.run import build, command, lookup, records, schema
+from searchrl_jax.run import build, command
+from searchrl_jax.store import records
+from searchrl_jax.sweep import runner as sweep
 
 MODEL = 'gemma-3-270m'
 FILES = 'corpus.jsonl.gz', 'qa_train.jsonl.gz', 'qa_dev.jsonl.gz'

@@ -23,10 +23,10 @@ import numpy as np
 
 from configs import quickstart, search_r1
 from experiments.benchmarks import retrieval_gpu
-from retrieval.dense_jax import DenseJax
+from retrieval.index.dense_jax import DenseJax
+from searchrl_jax import schema
 from searchrl_jax.models import families
 from searchrl_jax.rewards import core as rewards
-from searchrl_jax.run import schema
 from searchrl_jax.sources.core import Source
 from searchrl_jax.text import env
 from searchrl_jax.text.parser import Block

@@ -31,14 +31,17 @@ from experiments.benchmarks import common, retrieval_gpu
 from experiments.benchmarks.sampler import Ids
 from experiments.gpu import recipe
 from searchrl_jax import train
+from searchrl_jax.aot import dryrun, gate
 from searchrl_jax.engines.core import Sampling
 from searchrl_jax.engines.jax import caches as kv
 from searchrl_jax.engines.jax import decode, device
 from searchrl_jax.engines.jax.sampler import JaxSampler
-from searchrl_jax.learn import batching, credit, dryrun, gate
+from searchrl_jax.learn import batching, credit
 from searchrl_jax.learn.learner import Learner
-from searchrl_jax.run import build, parameters, records
+from searchrl_jax.models import parameters
+from searchrl_jax.run import build
 from searchrl_jax.run import session as sessions
+from searchrl_jax.store import records
 from searchrl_jax.types import Prompt, Question, Rewards, Segment, Trajectory
 
 # Of searchrl_jax.aot, by model.

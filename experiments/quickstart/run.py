@@ -17,11 +17,13 @@ from rich import console, table
 from rich import text as rich_text
 
 from configs import quickstart as recipe
-from searchrl_jax import evaluate, sft, train, view
+from searchrl_jax import sft, train, view
 from searchrl_jax.ask import OTHER, STYLES, printable
 from searchrl_jax.data import core as data
-from searchrl_jax.run import build, checkpoint, command, folders, records
-from searchrl_jax.sweeps.stages import Clock
+from searchrl_jax.evaluate import policy as evaluate
+from searchrl_jax.run import build, command
+from searchrl_jax.store import checkpoint, folders, records
+from searchrl_jax.sweep.stages import Clock
 
 # What the project promises of this command; `summary.json` tells what came.
 BARS = (
@@ -82,7 +84,9 @@ def quickstart(config, workdir: str, *, controls: bool = False) -> dict:
 
     sft_only = None
     if controls:
-      out.rule('5. control: good traces instead of RL, for the same seconds')
+      out.rule(
+        '5. control: good traces instead of RL, as long as its first start'
+      )
       with clock('sft_only'):
         sft_only = _sft_only(config, folder, clock.seconds)
 

@@ -12,10 +12,10 @@ import dataclasses
 from ml_collections import ConfigDict
 import numpy as np
 
+from searchrl_jax import schema
 from searchrl_jax.data import core as data
 from searchrl_jax.data.checks import DataError
 from searchrl_jax.data.core import Trace
-from searchrl_jax.run import schema
 from searchrl_jax.sft import searcher
 from searchrl_jax.sources import service
 from searchrl_jax.types import Passage, Question

@@ -24,11 +24,13 @@ from ml_collections import ConfigDict
 
 from configs import wiki_nq
 from experiments.benchmarks import common
-from searchrl_jax import evaluate, sft, train
+from searchrl_jax import sft, train
 from searchrl_jax.data import core as data
-from searchrl_jax.evaluators import grading
+from searchrl_jax.evaluate import grading
+from searchrl_jax.evaluate import policy as evaluate
 from searchrl_jax.rewards import scores
-from searchrl_jax.run import build, command, records
+from searchrl_jax.run import build, command
+from searchrl_jax.store import records
 from searchrl_jax.types import SearchRequest, SearchResult
 
 SCORES = (

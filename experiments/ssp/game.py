@@ -26,9 +26,9 @@ from ml_collections import ConfigDict
 import numpy as np
 
 from experiments.ssp.pool import Pool
-from searchrl_jax.evaluators import health
+from searchrl_jax.checks import ConfigError
+from searchrl_jax.evaluate import health
 from searchrl_jax.learn import advantages, credit
-from searchrl_jax.learn.checks import ConfigError
 from searchrl_jax.rewards import core as rewards
 from searchrl_jax.rewards import scores
 from searchrl_jax.rollout import collector

@@ -13,7 +13,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from searchrl_jax.learn.checks import ConfigError
+from searchrl_jax.checks import ConfigError
 from searchrl_jax.types import Question
 
 

@@ -8,9 +8,11 @@ import math
 from ml_collections import ConfigDict
 
 from experiments.ssp.game import PROPOSER, SOLVER, role_config
-from searchrl_jax.learn import checks, credit, dryrun
-from searchrl_jax.learn.checks import ConfigError
-from searchrl_jax.run import build, lookup
+from searchrl_jax import checks, lookup
+from searchrl_jax.aot import dryrun
+from searchrl_jax.checks import ConfigError
+from searchrl_jax.learn import credit
+from searchrl_jax.run import build
 
 REWARDS = ('1-acc', 'intermediate_difficulty', 'format_only')
 VERIFIERS = ('policy', 'judge', 'none')

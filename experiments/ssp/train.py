@@ -25,19 +25,22 @@ import numpy as np
 from experiments.ssp import game, start, verify
 from experiments.ssp.game import PROPOSER, SOLVER, VERIFIER
 from experiments.ssp.pool import Pool
+from searchrl_jax import checks, lookup
 from searchrl_jax.data import core as data
 from searchrl_jax.data.checks import require_needs
 from searchrl_jax.engines.weights import sync
-from searchrl_jax.evaluators import grading
-from searchrl_jax.learn import batching, checks, credit
+from searchrl_jax.evaluate import grading
+from searchrl_jax.learn import batching, credit
 from searchrl_jax.learn.learner import Learner
+from searchrl_jax.models import parameters
 from searchrl_jax.rewards import core as rewards
 from searchrl_jax.rewards import judge as judges
 from searchrl_jax.rollout import collector
 from searchrl_jax.rollout.chains import greedy, rollout
 from searchrl_jax.rollout.core import RolloutStats
-from searchrl_jax.run import build, command, folders, lookup, parameters
+from searchrl_jax.run import build, command
 from searchrl_jax.run.session import Session
+from searchrl_jax.store import folders
 from searchrl_jax.types import Group, Rewards, Trajectory
 
 

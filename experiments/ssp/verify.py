@@ -19,8 +19,8 @@ from ml_collections import ConfigDict
 from experiments.ssp.game import FAILED, VERIFIER, Proposal
 from searchrl_jax.rewards import scores
 from searchrl_jax.rewards.judge import JudgeError
-from searchrl_jax.run import records
 from searchrl_jax.sources.chat import Chat, ChatError, payload
+from searchrl_jax.store import records
 from searchrl_jax.text.env import SearchEnv
 from searchrl_jax.types import Question
 

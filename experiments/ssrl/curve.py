@@ -16,8 +16,8 @@ import pathlib
 from absl import app
 import numpy as np
 
-from searchrl_jax import evaluate
 from searchrl_jax.data import core as data
+from searchrl_jax.evaluate import policy as evaluate
 
 N = 64
 KS = (1, 2, 4, 8, 16, 32, 64)

@@ -18,7 +18,9 @@ _CHARACTERS = str.maketrans('−–‐÷。、٬’ʼ“”', '---/.,,\'\'""') |
     '∈': r'\in ',
   }
 )
-_ROOT = re.compile(r'(?:√|(?<![\\A-Za-z])sqrt) *(\d+(?:\.\d+)?)')
+_ROOT = re.compile(
+  r'(?:√|(?<![\\A-Za-z])sqrt) *((?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?)'
+)
 # In this order.
 _REWRITTEN = [
   (re.compile(pattern), new)

@@ -10,7 +10,8 @@ import json
 import pathlib
 
 from searchrl_jax.rewards.scores import normalise
-from searchrl_jax.run import command, records
+from searchrl_jax.run import command
+from searchrl_jax.store import records
 from searchrl_jax.types import SEARCH, SearchResult, Trajectory
 
 

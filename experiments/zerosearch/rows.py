@@ -8,7 +8,7 @@ evaluated on the real search engine. README.md has the figures.
 from configs import search_r1, zerosearch
 from experiments import rows
 from experiments.zerosearch import check
-from searchrl_jax import evaluate
+from searchrl_jax.evaluate import policy as evaluate
 
 ONE, TWO = 'eval/hops=1', 'eval/hops=2'
 

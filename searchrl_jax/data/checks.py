@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from searchrl_jax.run import lookup
+from searchrl_jax import lookup
 from searchrl_jax.types import Question
 
 # Begins and ends like the text of a list of texts or of objects, or is cut.

@@ -26,8 +26,9 @@ import pathlib
 from typing import Any
 import zlib
 
+from searchrl_jax import lookup
 from searchrl_jax.data.checks import DataError, require, unique
-from searchrl_jax.run import lookup, remote
+from searchrl_jax.store import remote
 from searchrl_jax.types import Passage, Question
 
 PACKAGE = 'searchrl_jax.data'

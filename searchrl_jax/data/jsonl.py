@@ -25,7 +25,7 @@ from typing import Any
 from retrieval import corpus, files
 from searchrl_jax.data import checks
 from searchrl_jax.data.checks import DataError, make_question, require
-from searchrl_jax.run.lookup import near
+from searchrl_jax.lookup import near
 from searchrl_jax.text import parser
 from searchrl_jax.types import Question
 

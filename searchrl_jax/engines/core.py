@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from searchrl_jax.run import lookup
+from searchrl_jax import lookup
 from searchrl_jax.types import Prompt
 
 MODULES = {'jax_sampler': 'jax.sampler', 'vllm': 'vllm.client'}

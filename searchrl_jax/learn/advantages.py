@@ -33,7 +33,7 @@ What the config check has to know of a function are attributes of it:
       with rollout.group = 1 it would give 0 for ever.
     divides_by_spread = True: it divides by a deviation within a cell, which
       would blow up the noise of a KL in the reward (`algorithm.kl`).
-    needs, check: see `data.checks.require_needs` and `learn.checks`.
+    needs, check: see `data.checks.require_needs` and `checks`.
     targets(values, valid, [arrays], *, gamma, lam) -> B arrays [n]: what its
       critic learns; the default is `lambda_returns`.
 
@@ -56,7 +56,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from searchrl_jax.learn.structure import Structure
+from searchrl_jax.text.structure import Structure
 
 NAMES = (
   'grpo dr_grpo rloo reinforce whitened whitened_tokens reinforce_pp_baseline '

@@ -23,8 +23,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from searchrl_jax import lookup
 from searchrl_jax.learn import advantages
-from searchrl_jax.run import lookup
 from searchrl_jax.types import Batch, Group, PrefixTree, Rewards, Trajectory
 
 PLACES = 8  # trajectories that any row has room for

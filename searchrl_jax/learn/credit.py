@@ -10,10 +10,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from searchrl_jax.learn import advantages, batching, losses, structure
+from searchrl_jax import lookup
+from searchrl_jax.learn import advantages, batching, losses
 from searchrl_jax.learn.batching import StepBatch
 from searchrl_jax.rewards import core as rewards
-from searchrl_jax.run import lookup
+from searchrl_jax.text import structure
 
 # What an advantage function may take besides values, valid and group_ids.
 ARRAYS = ('greedy', 'mask', 'critic', 'structure')

@@ -11,11 +11,11 @@ import jax
 from ml_collections import ConfigDict
 import numpy as np
 
+from searchrl_jax import lookup
 from searchrl_jax.learn import batching, objectives, optim, update
+from searchrl_jax.learn import critic as critics
 from searchrl_jax.learn.credit import Credit
-from searchrl_jax.models import critic as critics
-from searchrl_jax.models import lora, pretrained
-from searchrl_jax.run import flops, lookup, parameters
+from searchrl_jax.models import flops, lora, parameters, pretrained
 
 
 class Scores(NamedTuple):

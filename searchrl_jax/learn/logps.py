@@ -13,8 +13,8 @@ import math
 import jax
 import jax.numpy as jnp
 
+from searchrl_jax.devices import sharding
 from searchrl_jax.models import attention, decoder
-from searchrl_jax.run import sharding
 
 
 def _take(x, index):

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from searchrl_jax.run import lookup
+from searchrl_jax import lookup
 
 # exp() of a log-ratio beyond this would overflow or drown every other token;
 # verl clamps at the same place.

@@ -7,8 +7,8 @@ import math
 import jax
 import jax.numpy as jnp
 
+from searchrl_jax import lookup
 from searchrl_jax.learn import losses
-from searchrl_jax.run import lookup
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Objective:
   entropy_grad: bool = False  # whether the loss differentiates the entropy
   needs_old: bool = False
   needs_ref: bool = False
-  critic: bool = False  # of models/critic.py, not of a policy
+  critic: bool = False  # of learn/critic.py, not of a policy
 
 
 def policy_loss(a) -> tuple[Callable, dict]:

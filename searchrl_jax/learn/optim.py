@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from searchrl_jax.run import lookup, sharding
+from searchrl_jax import lookup
+from searchrl_jax.devices import sharding
 
 
 def schedule(config, total_updates: int, where: str = 'config.optim'):

@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from searchrl_jax.devices import sharding
 from searchrl_jax.learn import batching, update
 from searchrl_jax.learn.logps import head_logps
 from searchrl_jax.models import decoder
-from searchrl_jax.run import sharding
 
 
 class Stats(NamedTuple):

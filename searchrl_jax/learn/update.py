@@ -18,11 +18,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from searchrl_jax.learn import batching, losses, optim
+from searchrl_jax.devices import compiling, sharding
+from searchrl_jax.learn import batching, critic, losses, optim
 from searchrl_jax.learn.logps import compact, token_logps
 from searchrl_jax.learn.objectives import Objective
-from searchrl_jax.models import attention, critic, decoder, lora
-from searchrl_jax.run import compiling, parameters, sharding
+from searchrl_jax.models import attention, decoder, lora, parameters
 from searchrl_jax.types import Batch
 
 

@@ -12,8 +12,8 @@ from absl import logging
 import jax
 import jax.numpy as jnp
 
+from searchrl_jax.devices import sharding
 from searchrl_jax.models import packed_cudnn
-from searchrl_jax.run import sharding
 
 # Of inputs in any precision.
 einsum32 = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)

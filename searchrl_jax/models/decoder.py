@@ -21,8 +21,9 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
+from searchrl_jax import lookup
+from searchrl_jax.devices import sharding
 from searchrl_jax.models import attention, families, rotary
-from searchrl_jax.run import lookup, sharding
 
 
 @dataclasses.dataclass(frozen=True)

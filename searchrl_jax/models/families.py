@@ -19,7 +19,7 @@ import shutil
 import textwrap
 from typing import Any, NamedTuple
 
-from searchrl_jax.run import lookup
+from searchrl_jax import lookup
 
 
 class Family(NamedTuple):

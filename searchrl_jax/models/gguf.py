@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from searchrl_jax import lookup
 from searchrl_jax.models import families, hf_tensors, pretrained
-from searchrl_jax.run import lookup
 
 VERSION = 1  # of what `to_folder` makes of a file
 _FAMILIES = {

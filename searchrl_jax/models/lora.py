@@ -24,9 +24,9 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
+from searchrl_jax import lookup
 from searchrl_jax.models import decoder, hf_tensors
 from searchrl_jax.models.decoder import DecoderConfig, Lora
-from searchrl_jax.run import lookup
 
 CONFIG = 'adapter_config.json'
 WEIGHTS = 'adapter_model.safetensors'

@@ -21,8 +21,9 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
+from searchrl_jax import lookup
+from searchrl_jax.devices import sharding
 from searchrl_jax.models import decoder, families, hf_tensors, rotary
-from searchrl_jax.run import lookup, sharding
 
 INDEX = 'model.safetensors.index.json'
 SINGLE = 'model.safetensors'

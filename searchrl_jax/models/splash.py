@@ -11,7 +11,7 @@ import jax
 from jax.experimental.pallas.ops.tpu import splash_attention as splash
 import jax.numpy as jnp
 
-from searchrl_jax.run import sharding
+from searchrl_jax.devices import sharding
 
 _LANES = 128  # the kernel's blocks are multiples of it
 

@@ -10,7 +10,7 @@ from collections.abc import Collection, Hashable, Mapping, Sequence
 import hashlib
 from typing import Any
 
-from searchrl_jax.run import lookup
+from searchrl_jax import lookup
 from searchrl_jax.types import Trajectory
 
 CREDITS = ('own', 'shuffled', 'oracle')

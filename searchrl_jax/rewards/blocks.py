@@ -5,9 +5,9 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+from searchrl_jax import lookup
 from searchrl_jax.rewards import ablations, scores
 from searchrl_jax.rewards.core import RewardContext, per_trajectory
-from searchrl_jax.run import lookup
 from searchrl_jax.text import prompts
 from searchrl_jax.types import Group, Question, Rewards, Trajectory
 

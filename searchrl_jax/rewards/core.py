@@ -24,8 +24,8 @@ from typing import Any
 from ml_collections import ConfigDict
 import numpy as np
 
+from searchrl_jax import lookup
 from searchrl_jax.data import checks
-from searchrl_jax.run import lookup
 from searchrl_jax.types import Group, Question, Rewards, Trajectory
 
 LEVELS = ('trajectory', 'segment', 'token')  # from coarse to fine

@@ -7,8 +7,8 @@ answer. experiments.ttrl.mathematics.equal compares mathematical answers.
 
 from collections.abc import Callable, Iterable
 
+from searchrl_jax import lookup
 from searchrl_jax.rewards import scores
-from searchrl_jax.run import lookup
 
 TEXT = 'text'
 

@@ -36,9 +36,9 @@ from typing import Any
 from ml_collections import ConfigDict
 import numpy as np
 
-from searchrl_jax.learn import structure
+from searchrl_jax import lookup
 from searchrl_jax.rewards.core import RewardContext, flat, require
-from searchrl_jax.run import lookup
+from searchrl_jax.text import structure
 from searchrl_jax.types import Group, Rewards, Trajectory
 
 NAMES = ('supporting',)

@@ -17,9 +17,10 @@ import time
 import numpy as np
 
 from searchrl_jax.data.core import Stream
+from searchrl_jax.devices import cluster
+from searchrl_jax.devices.signals import Signals
 from searchrl_jax.rollout.chains import Rollout
-from searchrl_jax.run import cluster, records
-from searchrl_jax.run.signals import Signals
+from searchrl_jax.store import records
 from searchrl_jax.types import Question, Trajectory
 
 _SPENT = 'rollout.spent'  # in the `meta` of encoded trajectories

@@ -32,9 +32,8 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from searchrl_jax import types
+from searchrl_jax import lookup, types
 from searchrl_jax.engines.core import Completion, Engine, Handle, Sampling
-from searchrl_jax.run import lookup
 from searchrl_jax.sources.core import Answer, Source
 from searchrl_jax.text.env import SearchEnv
 from searchrl_jax.text.states import Action, Done, Generate, Search, State

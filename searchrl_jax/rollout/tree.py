@@ -25,9 +25,9 @@ from typing import NamedTuple
 from ml_collections import ConfigDict
 import numpy as np
 
+from searchrl_jax import lookup
 from searchrl_jax.engines.core import Handle
 from searchrl_jax.rollout.core import Services, Start
-from searchrl_jax.run import lookup
 from searchrl_jax.text.states import Action, Done, State
 from searchrl_jax.types import Group, Question, Trajectory
 

@@ -16,22 +16,15 @@ import shutil
 import jax
 from ml_collections import ConfigDict
 
+from searchrl_jax import lookup
 from searchrl_jax.data import core as data
+from searchrl_jax.devices import cluster, sharding
 from searchrl_jax.engines import core as engines
 from searchrl_jax.engines.weights import sync
-from searchrl_jax.models import lora, pretrained
-from searchrl_jax.run import (
-  cluster,
-  folders,
-  lookup,
-  parameters,
-  records,
-  remote,
-  sharding,
-  writer,
-)
+from searchrl_jax.models import lora, parameters, pretrained
 from searchrl_jax.sources import dials, none, simulated
 from searchrl_jax.sources.tools import Tools
+from searchrl_jax.store import folders, records, remote, writer
 from searchrl_jax.text import prompts
 from searchrl_jax.text import tokenizer as tokenizers
 from searchrl_jax.text.env import SearchEnv

@@ -17,8 +17,10 @@ from typing import NoReturn
 from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
-from searchrl_jax.run import cluster, lookup, records, remote, schema, signals
-from searchrl_jax.run.signals import Stopped
+from searchrl_jax import lookup, schema
+from searchrl_jax.devices import cluster, signals
+from searchrl_jax.devices.signals import Stopped
+from searchrl_jax.store import records, remote
 
 _PACKAGES = ('__main__', 'searchrl_jax', 'retrieval', 'configs', 'experiments')
 

@@ -17,23 +17,15 @@ import jax
 from ml_collections import ConfigDict
 import numpy as np
 
+from searchrl_jax import lookup
+from searchrl_jax.devices import cluster, sharding, signals
 from searchrl_jax.engines.core import SyncError
 from searchrl_jax.engines.weights import publication, sync
-from searchrl_jax.models import decoder, lora
-from searchrl_jax.run import (
-  build,
-  checkpoint,
-  cluster,
-  folders,
-  lookup,
-  parameters,
-  progress,
-  remote,
-  sharding,
-  signals,
-)
-from searchrl_jax.run.writer import Writer
+from searchrl_jax.models import decoder, lora, parameters
+from searchrl_jax.run import build
 from searchrl_jax.sources.core import require_same
+from searchrl_jax.store import checkpoint, folders, progress, records, remote
+from searchrl_jax.store.writer import Writer
 
 
 class Session:
@@ -132,6 +124,10 @@ class Session:
   def __enter__(self) -> 'Session':
     with contextlib.ExitStack() as stack:
       stack.enter_context(folders.locked_once(self.workdir))
+      records.require(
+        not (self.workdir / records.EVAL).exists(),
+        f'{self.workdir} is the folder of an evaluation; use another --workdir',
+      )
       with progress.phase('parameters', self.config.log.progress):
         self._restore()
       if self._unused is not None:  # there are rollouts, which search

@@ -24,7 +24,7 @@ import httpx
 from ml_collections import ConfigDict
 
 from retrieval import proxies
-from searchrl_jax.run import lookup
+from searchrl_jax import lookup
 
 _PAUSE = 10.0  # seconds, more than openai waits between attempts
 _START = 'searchrl-'  # prefix of the model names of engines/vllm/host.py

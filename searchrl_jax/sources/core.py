@@ -24,7 +24,7 @@ from collections.abc import Hashable, Mapping, Sequence
 import hashlib
 from typing import Protocol
 
-from searchrl_jax.run import lookup
+from searchrl_jax import lookup
 from searchrl_jax.types import SearchError, SearchRequest, SearchResult
 
 Answer = SearchResult | SearchError

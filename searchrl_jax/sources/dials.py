@@ -26,7 +26,7 @@ from collections.abc import Hashable, Mapping, Sequence
 import dataclasses
 import re
 
-from searchrl_jax.run import lookup
+from searchrl_jax import lookup
 from searchrl_jax.sources.core import Answer, Source, SourceError, draw
 from searchrl_jax.types import (
   SEARCH,

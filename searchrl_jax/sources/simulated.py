@@ -21,9 +21,8 @@ from typing import Any, NamedTuple
 
 from ml_collections import ConfigDict
 
-from searchrl_jax import types
+from searchrl_jax import lookup, types
 from searchrl_jax.engines.core import Engine, EngineError, Sampling
-from searchrl_jax.run import lookup
 from searchrl_jax.sources.chat import Chat, ChatError, payload, without_thoughts
 from searchrl_jax.sources.core import Answer, SourceError, draw
 from searchrl_jax.text import untrusted

@@ -39,9 +39,8 @@ import itertools
 
 import numpy as np
 
-from searchrl_jax import types
+from searchrl_jax import lookup, types
 from searchrl_jax.engines.core import Completion
-from searchrl_jax.run import lookup
 from searchrl_jax.text import parser as parsing
 from searchrl_jax.text import untrusted
 from searchrl_jax.text.parser import Block, Parser
@@ -58,7 +57,7 @@ class SearchEnv:
   Args:
     tokenizer: tokenizer.Tokenizer.
     template: prompts.Template.
-    config: config.env; see run/schema.py for its fields.
+    config: config.env; see schema.py for its fields.
     prompt_mode: config.data.prompt, 'template' or 'as_is'.
     k: number of passages per query.
 

@@ -15,7 +15,7 @@ import re
 import string
 from typing import Any
 
-from searchrl_jax.run.lookup import near, of, require
+from searchrl_jax.lookup import near, of, require
 from searchrl_jax.types import SEARCH
 
 TEMPLATES = pathlib.Path(__file__).parent / 'templates'

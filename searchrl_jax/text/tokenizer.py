@@ -27,7 +27,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 import transformers
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from searchrl_jax.run.lookup import of, require, require_content
+from searchrl_jax.lookup import of, require, require_content
 
 # Tokens that end a turn in the chat formats of the supported families, if the
 # tokenizer marks them as special.

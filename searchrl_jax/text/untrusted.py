@@ -11,7 +11,7 @@ import functools
 import itertools
 import re
 
-from searchrl_jax.run.lookup import require
+from searchrl_jax.lookup import require
 from searchrl_jax.text import prompts
 from searchrl_jax.types import Passage, Question
 

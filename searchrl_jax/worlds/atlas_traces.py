@@ -28,9 +28,9 @@ import functools
 
 import numpy as np
 
+from searchrl_jax import lookup
 from searchrl_jax.data.checks import require
 from searchrl_jax.data.core import Search, Trace
-from searchrl_jax.run import lookup
 from searchrl_jax.types import Passage, Question
 from searchrl_jax.worlds import atlas, microtraces, microworld
 

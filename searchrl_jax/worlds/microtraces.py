@@ -102,7 +102,7 @@ def searcher(world: microworld.World, splits=('train',)) -> Search:
 
 def indexed(world: microworld.World, titles: Container[str]) -> Search:
   """Returns a search with the server's index, over passages by their titles."""
-  from retrieval.bm25 import BM25Index  # slow to import
+  from retrieval.index.bm25 import BM25Index  # slow to import
 
   rows = [(row['id'], *row['contents'].split('\n')) for row in world.corpus]
   found = (Passage(id, title.strip('"'), text) for id, title, text in rows)

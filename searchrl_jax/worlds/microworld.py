@@ -22,7 +22,7 @@ import pathlib
 import numpy as np
 
 from searchrl_jax.data.checks import require
-from searchrl_jax.run import records
+from searchrl_jax.store import records
 from searchrl_jax.types import Question
 
 SPLITS = ('train', 'heldout')

@@ -13,11 +13,12 @@ import jax
 import numpy as np
 import optax
 
+from searchrl_jax.devices import cluster, sharding
 from searchrl_jax.engines.weights import publication
 from searchrl_jax.models import decoder
-from searchrl_jax.run import checkpoint, cluster, sharding
-from tests import test_mesh_update as mesh_test
-from tests import test_update as base
+from searchrl_jax.store import checkpoint
+from tests.learn import test_mesh_update as mesh_test
+from tests.learn import test_update as base
 
 
 def main(folder: str, *shape: str) -> None:

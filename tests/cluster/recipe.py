@@ -2,7 +2,7 @@
 
 from ml_collections import ConfigDict
 
-from searchrl_jax.run import schema
+from searchrl_jax import schema
 from tests import tiny
 
 

@@ -14,12 +14,14 @@ import numpy as np
 import optax
 import pytest
 
+from searchrl_jax.devices import sharding
 from searchrl_jax.engines.weights import published
-from searchrl_jax.models import decoder
-from searchrl_jax.run import build, checkpoint, parameters, records, sharding
-from tests import test_mesh_update as mesh_test
-from tests import test_update as base
+from searchrl_jax.models import decoder, parameters
+from searchrl_jax.run import build
+from searchrl_jax.store import checkpoint, records
 from tests.cluster import launch, recipe
+from tests.learn import test_mesh_update as mesh_test
+from tests.learn import test_update as base
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 

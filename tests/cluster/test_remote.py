@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from searchrl_jax.run import records, remote
+from searchrl_jax.store import records, remote
 from tests import gcs
 from tests.cluster import launch
 from tests.cluster import test_processes as local

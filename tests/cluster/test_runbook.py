@@ -19,15 +19,15 @@ import jax
 import pytest
 
 from configs import seven
-from retrieval.encoder import Encoder
+from retrieval.index.encoder import Encoder
 from searchrl_jax.models import decoder, pretrained
 from searchrl_jax.text import tokenizer
 from tests.cluster import launch
 from tests.conftest import ROOT
 from tests.golden import encoders
+from tests.loop.test_wiki import QWEN
 from tests.retrieval.conftest import write_corpus
 from tests.retrieval.test_download import Server, hub
-from tests.test_wiki import QWEN
 
 pytestmark = [pytest.mark.runbook, pytest.mark.timeout(1800)]
 

@@ -9,8 +9,8 @@ from ml_collections import ConfigDict
 import numpy as np
 import pytest
 
+from searchrl_jax import schema
 from searchrl_jax.data import checks, core
-from searchrl_jax.run import schema
 from searchrl_jax.types import Passage, Question
 
 pytestmark = pytest.mark.slow

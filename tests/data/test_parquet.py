@@ -6,9 +6,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from searchrl_jax import schema
 from searchrl_jax.data import core, parquet
 from searchrl_jax.data.checks import DataError
-from searchrl_jax.run import schema
 
 PROMPT = [{'role': 'user', 'content': 'Answer, and search. Question: who?\n'}]
 

@@ -8,8 +8,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from configs import seven
+from searchrl_jax import schema
 from searchrl_jax.data import core, jsonl
-from searchrl_jax.run import schema
 from tests.conftest import shared_data
 from tests.data import array_records
 from tests.test_commands import command

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from searchrl_jax.devices import sharding
 from searchrl_jax.engines.core import (
   EngineError,
   Sampling,
@@ -20,7 +21,6 @@ from searchrl_jax.engines.core import (
 from searchrl_jax.engines.handles import StopFinder
 from searchrl_jax.engines.jax import caches, decode, device
 from searchrl_jax.models import attention, decoder
-from searchrl_jax.run import sharding
 from searchrl_jax.text import tokenizer
 from tests.clock import until
 from tests.engines.common import CFG, Letters, make_engine, make_params

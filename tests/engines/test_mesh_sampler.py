@@ -7,10 +7,10 @@ import jax
 import numpy as np
 import pytest
 
+from searchrl_jax.devices import sharding
 from searchrl_jax.engines.core import Sampling
 from searchrl_jax.engines.jax import decode
 from searchrl_jax.models import decoder
-from searchrl_jax.run import sharding
 from searchrl_jax.types import Prompt
 from tests.engines.common import CFG, make_engine, make_params
 

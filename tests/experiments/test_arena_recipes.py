@@ -25,9 +25,9 @@ from searchrl_jax import sft
 from searchrl_jax.data import core as data
 from searchrl_jax.data.checks import DataError
 from searchrl_jax.data.core import Trace
+from searchrl_jax.lookup import ConfigError
 from searchrl_jax.run import build
-from searchrl_jax.run.lookup import ConfigError
-from searchrl_jax.sweeps import core
+from searchrl_jax.sweep import core
 from searchrl_jax.text.tokenizer import load as load_tokenizer
 from searchrl_jax.types import (
   Passage,

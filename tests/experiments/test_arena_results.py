@@ -11,9 +11,10 @@ import pytest
 import scipy.stats
 
 from experiments.arena import arms, figure, measure, results, run, verdicts
-from searchrl_jax.run import records, schema
-from searchrl_jax.run.lookup import ConfigError
-from searchrl_jax.sweeps import core, stages
+from searchrl_jax import schema
+from searchrl_jax.lookup import ConfigError
+from searchrl_jax.store import records
+from searchrl_jax.sweep import core, stages
 from tests.conftest import ROOT
 
 

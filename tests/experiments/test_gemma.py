@@ -9,7 +9,7 @@ import pytest
 
 from experiments.gemma import questions, results, rows
 from searchrl_jax.data.checks import DataError
-from searchrl_jax.sweeps import core
+from searchrl_jax.sweep import core
 from searchrl_jax.types import Passage
 from tests.conftest import ROOT
 

@@ -4,9 +4,9 @@ import numpy as np
 
 from configs import search_r1
 from experiments.benchmarks import host
-from searchrl_jax.run import records
-from searchrl_jax.run.signals import Loop
-from searchrl_jax.run.writer import Writer
+from searchrl_jax.devices.signals import Loop
+from searchrl_jax.store import records
+from searchrl_jax.store.writer import Writer
 from tests import fakes
 
 

@@ -8,8 +8,9 @@ import pytest
 
 from configs import machines, search_r1
 from experiments.benchmarks import machines as reports
-from searchrl_jax.learn import batching, checks
-from searchrl_jax.run import topology
+from searchrl_jax import checks
+from searchrl_jax.aot import topology
+from searchrl_jax.learn import batching
 from tests.conftest import ROOT
 
 

@@ -11,13 +11,13 @@ import time
 import pytest
 
 from experiments import rows, table
-from searchrl_jax.learn.checks import ConfigError
-from searchrl_jax.run import records
-from searchrl_jax.sweeps import core, figures, stages
+from searchrl_jax.checks import ConfigError
+from searchrl_jax.store import records
+from searchrl_jax.sweep import core, figures, stages
 from tests import here
 from tests.conftest import ROOT
 from tests.experiments import tiny_row
-from tests.sweeps.tiny_sweep import complete
+from tests.sweep.tiny_sweep import complete
 
 pytestmark = pytest.mark.slow
 

@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 
 from experiments.benchmarks import generated, scale
-from retrieval.dense_jax import DenseJax
+from retrieval.index.dense_jax import DenseJax
 
 
 def row(step, count, **values):

@@ -10,12 +10,13 @@ import pytest
 
 from configs import search_r1, seven
 from experiments.search_r1 import one_shot, rows
-from searchrl_jax import evaluate
+from searchrl_jax import checks
 from searchrl_jax.data import core as data
 from searchrl_jax.data.checks import DataError
-from searchrl_jax.learn import checks
+from searchrl_jax.evaluate import policy as evaluate
 from searchrl_jax.models import decoder, pretrained
-from searchrl_jax.run import build, records
+from searchrl_jax.run import build
+from searchrl_jax.store import records
 from searchrl_jax.text import prompts, untrusted
 from searchrl_jax.text import tokenizer as tokenizing
 from searchrl_jax.types import Passage, Question

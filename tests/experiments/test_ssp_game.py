@@ -11,7 +11,7 @@ from configs import algorithms, ssp
 from experiments.ssp import game, start
 from experiments.ssp import oracle as oracles
 from experiments.ssp.pool import Pool
-from searchrl_jax.learn.checks import ConfigError
+from searchrl_jax.checks import ConfigError
 from searchrl_jax.types import Question, Rewards
 from tests.experiments.ssp_fakes import (
   ANSWER,

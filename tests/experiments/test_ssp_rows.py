@@ -6,7 +6,7 @@ import pytest
 
 from experiments import table
 from experiments.ssp import rows
-from searchrl_jax.sweeps import figures
+from searchrl_jax.sweep import figures
 
 
 def log(folder, steps):

@@ -18,10 +18,14 @@ import pytest
 from configs import algorithms, ssp
 from experiments.ssp import game, start, train
 from experiments.ssp import world as worlds
+from searchrl_jax.aot import dryrun
+from searchrl_jax.checks import ConfigError
 from searchrl_jax.data.checks import DataError
-from searchrl_jax.learn import dryrun, update
-from searchrl_jax.learn.checks import ConfigError
-from searchrl_jax.run import build, checkpoint, parameters, records, signals
+from searchrl_jax.devices import signals
+from searchrl_jax.learn import update
+from searchrl_jax.models import parameters
+from searchrl_jax.run import build
+from searchrl_jax.store import checkpoint, records
 from tests import chat_server
 from tests.experiments import ssp_engine
 

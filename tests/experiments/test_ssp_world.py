@@ -11,7 +11,7 @@ from experiments.ssp import oracle as oracles
 from experiments.ssp import traces as scripts
 from experiments.ssp import world as worlds
 from experiments.ssp.oracle import Oracle
-from retrieval.bm25 import BM25Index
+from retrieval.index.bm25 import BM25Index
 from searchrl_jax import sft
 from searchrl_jax.data.checks import DataError
 from searchrl_jax.text import prompts

@@ -9,13 +9,13 @@ import pytest
 
 from configs import ssrl
 from experiments.ssrl import closedbook, curve, rows
-from searchrl_jax import evaluate, sft
+from searchrl_jax import checks, sft
 from searchrl_jax.data import core as data
-from searchrl_jax.evaluators import ledger
-from searchrl_jax.learn import checks
+from searchrl_jax.evaluate import ledger
+from searchrl_jax.evaluate import policy as evaluate
 from searchrl_jax.run import build
 from searchrl_jax.sources import none
-from searchrl_jax.sweeps import core
+from searchrl_jax.sweep import core
 from searchrl_jax.types import Question, SearchRequest
 
 pytestmark = pytest.mark.slow

@@ -7,8 +7,8 @@ from ml_collections import ConfigDict
 import pytest
 
 from experiments.ssrl import reward as ssrl
+from searchrl_jax import schema
 from searchrl_jax.rewards import core
-from searchrl_jax.run import schema
 from searchrl_jax.types import Question
 from tests.fakes import make_env, run_script
 

@@ -1,7 +1,7 @@
 import pytest
 
 from experiments import table
-from searchrl_jax.sweeps import figures
+from searchrl_jax.sweep import figures
 
 
 def means(**scores):

@@ -14,13 +14,14 @@ import pytest
 
 from configs import ttrl
 from experiments.ttrl import arithmetic, mathematics, planted, rows
-from searchrl_jax import sft, train
+from searchrl_jax import checks, sft, train
 from searchrl_jax.data import core as data
 from searchrl_jax.data.checks import DataError
-from searchrl_jax.learn import checks
+from searchrl_jax.models import parameters
 from searchrl_jax.rewards import core as rewards
 from searchrl_jax.rewards import equivalence
-from searchrl_jax.run import build, parameters, records
+from searchrl_jax.run import build
+from searchrl_jax.store import records
 from searchrl_jax.types import Question
 from searchrl_jax.worlds import microtraces, microworld
 from tests.fakes import make_env, run_script

@@ -6,10 +6,10 @@ from ml_collections import ConfigDict
 import pytest
 
 from experiments.search_r1 import wiki_traces as wiki
+from searchrl_jax import schema
 from searchrl_jax.data import core
 from searchrl_jax.data.checks import DataError
 from searchrl_jax.rewards import scores
-from searchrl_jax.run import schema
 from searchrl_jax.types import Passage
 
 PASSAGES = {

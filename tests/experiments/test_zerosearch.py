@@ -8,13 +8,15 @@ import pytest
 from configs import search_r1, zerosearch
 from experiments.zerosearch import check, documents
 from experiments.zerosearch import rows as table
-from searchrl_jax import evaluate, sft, train
+from searchrl_jax import checks, lookup, sft, train
 from searchrl_jax.data.checks import DataError
 from searchrl_jax.engines.core import Completion
-from searchrl_jax.learn import checks
-from searchrl_jax.run import build, checkpoint, lookup, parameters, records
+from searchrl_jax.evaluate import policy as evaluate
+from searchrl_jax.models import parameters
+from searchrl_jax.run import build
 from searchrl_jax.sources import simulated
-from searchrl_jax.sweeps import stages
+from searchrl_jax.store import checkpoint, records
+from searchrl_jax.sweep import stages
 from searchrl_jax.types import (
   Passage,
   Question,

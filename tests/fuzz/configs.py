@@ -16,16 +16,16 @@ from ml_collections import ConfigDict
 import numpy as np
 
 from configs import algorithms
-from searchrl_jax import train
+from searchrl_jax import checks, train
 from searchrl_jax.data.checks import DataError
-from searchrl_jax.learn import checks, update
+from searchrl_jax.learn import update
+from searchrl_jax.lookup import ConfigError
 from searchrl_jax.rewards import core
 from searchrl_jax.rewards.core import RewardError
-from searchrl_jax.run import checkpoint
-from searchrl_jax.run.lookup import ConfigError
+from searchrl_jax.store import checkpoint
 from searchrl_jax.types import Rewards
 from tests import tiny
-from tests.test_train import Killed, lines
+from tests.loop.test_train import Killed, lines
 
 ALGORITHMS = [n for n in vars(algorithms) if n.isupper() and n[0] != '_']
 HERE = 'tests.fuzz.configs'

@@ -19,7 +19,7 @@ import time
 from ml_collections import ConfigDict
 
 from configs import algorithms
-from searchrl_jax.run import schema
+from searchrl_jax import schema
 from tests import tiny
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -67,8 +67,8 @@ def start(variant: str, folder: pathlib.Path, url: str) -> subprocess.Popen:
 
 def read(folder: pathlib.Path):
   """Metrics without what was measured, and all of the trajectories."""
-  from tests.test_train import lines
-  from tests.test_train_samplers import sampled
+  from tests.loop.test_samplers import sampled
+  from tests.loop.test_train import lines
 
   steps = [
     {k: v for k, v in row.items() if not MEASURED.search(k)}

@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from searchrl_jax.devices import sharding
 from searchrl_jax.learn import batching, objectives, optim, update
 from searchrl_jax.models import decoder
-from searchrl_jax.run import sharding
 from searchrl_jax.types import Question, Segment, Trajectory
-from tests.test_update import CFG, UNTIED, close, config, params
+from tests.learn.test_update import CFG, UNTIED, close, config, params
 
 NEAR = 1e-4  # of a bound: rounding might decide
 

@@ -3,7 +3,7 @@
 A policy writes tags, halves of tags, control tokens and attacks; questions,
 passages and texts of tools are attacks too. What must hold whatever happens:
 ids are recorded as they were written, kinds, blocks, actions and train flags
-are those of `tests.test_parser.reference`, no query is empty, nothing from
+are those of `tests.text.test_parser.reference`, no query is empty, nothing from
 outside makes a tag or a control token, and no limit is exceeded.
 """
 
@@ -17,8 +17,8 @@ from searchrl_jax.text import parser, prompts, untrusted
 from searchrl_jax.types import Passage, Question, SearchError, SearchResult
 from tests import fakes, scripted
 from tests.conftest import shared_data
-from tests.test_adversarial import CORPUS, template
-from tests.test_parser import reference
+from tests.text.test_adversarial import CORPUS, template
+from tests.text.test_parser import reference
 
 # With blocks of every sort, and several queries at once.
 OWN = fakes.TEMPLATE | {

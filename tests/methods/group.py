@@ -9,8 +9,9 @@ a and b support the question. A token is a byte.
 
 import numpy as np
 
-from searchrl_jax.learn import batching, structure
+from searchrl_jax.learn import batching
 from searchrl_jax.rewards.core import RewardContext
+from searchrl_jax.text import structure
 from searchrl_jax.types import Passage, Question, SearchResult
 from tests import scripted
 from tests.fakes import make_env

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from configs.methods import calib_adv
+from searchrl_jax import checks
 from searchrl_jax.data.checks import DataError
-from searchrl_jax.learn import checks, structure
+from searchrl_jax.text import structure
 from searchrl_jax.types import Segment
 from tests.methods import group as hand
 from tests.methods.group import GROUP, IDLE, RIGHT, WRONG

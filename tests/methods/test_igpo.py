@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from configs.methods import igpo
+from searchrl_jax import checks
 from searchrl_jax.data.checks import DataError
-from searchrl_jax.learn import advantages, checks
+from searchrl_jax.learn import advantages
 from searchrl_jax.rewards import core
 from tests.methods import group as hand
 from tests.methods.group import CONTEXT, GROUP

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from configs.methods import llds
-from searchrl_jax.learn import checks, losses, objectives
-from searchrl_jax.run import lookup
+from searchrl_jax import checks, lookup
+from searchrl_jax.learn import losses, objectives
 
 # Rows: right (A 1), wrong (A -1), of an all-equal group (A 0). Two runs each.
 MASK = np.array([[1, 1, 0, 1, 1]] * 3, bool)

@@ -5,8 +5,8 @@ from hypothesis import strategies as st
 import pytest
 
 from configs.methods import otc
+from searchrl_jax import checks
 from searchrl_jax.data.checks import DataError
-from searchrl_jax.learn import checks
 from searchrl_jax.rewards.core import RewardError
 from searchrl_jax.types import Question
 from tests.methods.played import after, attempt, earned, says, search

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 import pytest
 
 from configs.methods import parallel_search
+from searchrl_jax import checks
 from searchrl_jax.data.checks import DataError
-from searchrl_jax.learn import checks
 from searchrl_jax.rewards.core import RewardError
 from tests.methods import played
 

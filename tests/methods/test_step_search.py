@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from configs.methods import step_search
+from searchrl_jax import checks
 from searchrl_jax.data.checks import DataError
-from searchrl_jax.learn import checks
 from searchrl_jax.rewards import core
 from tests.methods import group as hand
 from tests.methods.group import CONTEXT, GROUP

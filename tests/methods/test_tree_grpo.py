@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 
 from configs.methods import tree_grpo
-from searchrl_jax.learn import batching, checks, structure
-from searchrl_jax.run.lookup import ConfigError
-from tests.test_samplers import play
-from tests.test_structure import searching
+from searchrl_jax import checks
+from searchrl_jax.learn import batching
+from searchrl_jax.lookup import ConfigError
+from searchrl_jax.text import structure
+from tests.rollout.test_samplers import play
+from tests.text.test_structure import searching
 
 TREES = (0, 0, 0, 3, 3, 3)
 

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from configs.methods import turn_ppo
-from searchrl_jax.learn import advantages, checks, credit
+from searchrl_jax import checks
+from searchrl_jax.learn import advantages, credit
 from searchrl_jax.types import Rewards
-from tests import test_credit
+from tests.learn import test_credit
 from tests.methods import group as hand
 from tests.methods.group import GROUP
 

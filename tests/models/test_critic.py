@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from searchrl_jax.learn import batching, objectives, optim, update
-from searchrl_jax.models import critic, decoder
-from searchrl_jax.run import sharding
-from tests import test_update as common
+from searchrl_jax.devices import sharding
+from searchrl_jax.learn import batching, critic, objectives, optim, update
+from searchrl_jax.models import decoder
+from tests.learn import test_update as common
 
 pytestmark = pytest.mark.slow
 

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+from searchrl_jax import schema
+from searchrl_jax.devices import sharding
 from searchrl_jax.learn import update
+from searchrl_jax.lookup import ConfigError
 from searchrl_jax.models import decoder, lora
-from searchrl_jax.run import schema, sharding
-from searchrl_jax.run.lookup import ConfigError
-from tests import test_update as common
+from tests.learn import test_update as common
 
 LORA = decoder.Lora(4, 8.0, tuple(decoder.PROJECTIONS), 'float32')
 CFG = dataclasses.replace(common.CFG, lora=LORA)

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from searchrl_jax.devices import sharding
 from searchrl_jax.models import attention, decoder, packed_cudnn
-from searchrl_jax.run import sharding
-from tests.test_update import CFG, params
+from tests.learn.test_update import CFG, params
 
 pytestmark = pytest.mark.slow
 

@@ -16,8 +16,8 @@ import pytest
 import safetensors
 import safetensors.numpy
 
+from searchrl_jax.devices import sharding
 from searchrl_jax.models import decoder, pretrained
-from searchrl_jax.run import sharding
 from tests.golden import models
 
 pytestmark = pytest.mark.slow
@@ -410,7 +410,7 @@ def test_a_full_disk_leaves_nothing(tmp_path):
 
 MEMORY = """
 import json, sys, jax, jax.numpy as jnp, numpy as np
-from searchrl_jax.run import sharding
+from searchrl_jax.devices import sharding
 from searchrl_jax.models import decoder, pretrained
 from tests import memory
 cfg = decoder.DecoderConfig(

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from searchrl_jax.devices import sharding
 from searchrl_jax.models import decoder, splash
-from searchrl_jax.run import sharding
-from tests import test_update as base
+from tests.learn import test_update as base
 
 CFG = base.CFG
 

@@ -8,9 +8,9 @@ import pytest
 
 torch = pytest.importorskip('torch', reason='torch is not installed')
 
-from tests import test_algorithms as ours  # noqa: E402
 from tests.conftest import ROOT  # noqa: E402
 from tests.golden import algorithms, make_algorithms  # noqa: E402
+from tests.learn import test_algorithms as ours  # noqa: E402
 
 pytestmark = pytest.mark.parity
 

@@ -11,8 +11,8 @@ library = pytest.importorskip('sentence_transformers')
 
 from sentence_transformers import models  # noqa: E402
 
-from retrieval.encoder import Encoder  # noqa: E402
-from retrieval.rerank import CrossEncoder  # noqa: E402
+from retrieval.index.encoder import Encoder  # noqa: E402
+from retrieval.index.rerank import CrossEncoder  # noqa: E402
 from tests.conftest import ROOT  # noqa: E402
 from tests.golden import encoders, make_encoders  # noqa: E402
 

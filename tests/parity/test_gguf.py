@@ -12,10 +12,9 @@ gguf = pytest.importorskip('gguf', reason='gguf is not installed')
 transformers = pytest.importorskip('transformers')
 
 from experiments.gemma import carry  # noqa: E402
-from searchrl_jax import fetch, prune  # noqa: E402
+from searchrl_jax import fetch, lookup, prune  # noqa: E402
 from searchrl_jax.models import gguf as ours  # noqa: E402
-from searchrl_jax.models import pretrained  # noqa: E402
-from searchrl_jax.run import lookup, parameters  # noqa: E402
+from searchrl_jax.models import parameters, pretrained  # noqa: E402
 from searchrl_jax.text import tokenizer  # noqa: E402
 from tests.golden import make_models, models  # noqa: E402
 from tests.models import test_parity as golden  # noqa: E402

@@ -9,12 +9,12 @@ from unittest import mock
 import pytest
 import uvicorn
 
-from retrieval.app import create_app
-from retrieval.bm25 import BM25Index
 from retrieval.core import LocalSearcher
 from retrieval.corpus import join_contents, read_corpus
+from retrieval.index.bm25 import BM25Index
 from retrieval.process import start_server
-from retrieval.protocol import Limits
+from retrieval.serve.app import create_app
+from retrieval.serve.protocol import Limits
 from retrieval.server import bind
 
 PASSAGES = (

@@ -5,11 +5,12 @@ import faiss
 import numpy as np
 import pytest
 
-from retrieval import files, vectors
-from retrieval.adopt import AdoptError, compare
-from retrieval.folder import open_folder, open_index
-from retrieval.store import open_store
-from retrieval.vectors import VectorsError
+from retrieval import files
+from retrieval.index import vectors
+from retrieval.index.adopt import AdoptError, compare
+from retrieval.index.folder import open_folder, open_index
+from retrieval.index.store import open_store
+from retrieval.index.vectors import VectorsError
 from tests import memory
 from tests.retrieval.conftest import write_corpus
 from tests.retrieval.fakes import FakeEncoder, generate
@@ -324,7 +325,7 @@ def test_few_passages_cut_elsewhere_are_tolerated(right):
 
 
 def test_memory_is_constant(source, tmp_path, monkeypatch):
-  from retrieval import adopt
+  from retrieval.index import adopt
 
   monkeypatch.setattr(adopt, '_BLOCK', 1024)
   path, dim = tmp_path / 'big', 256

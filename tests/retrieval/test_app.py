@@ -14,10 +14,6 @@ from hypothesis import strategies as st
 import pytest
 from starlette.testclient import TestClient
 
-from retrieval.app import create_app
-from retrieval.batcher import Batcher, Pace
-from retrieval.bm25 import BM25Index
-from retrieval.cache import Recorded
 from retrieval.core import (
   IDENTITY_HEADER,
   Found,
@@ -25,7 +21,11 @@ from retrieval.core import (
   SearchFailed,
   identity_hash,
 )
-from retrieval.protocol import Limits, Rejected
+from retrieval.index.bm25 import BM25Index
+from retrieval.serve.app import create_app
+from retrieval.serve.batcher import Batcher, Pace
+from retrieval.serve.protocol import Limits, Rejected
+from retrieval.web.cache import Recorded
 from tests.clock import until, within
 
 LIMITS = Limits(

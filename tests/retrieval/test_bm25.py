@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 import numpy as np
 import pytest
 
-from retrieval import bm25
-from retrieval.bm25 import Analyzer, BM25Index
+from retrieval.index import bm25
+from retrieval.index.bm25 import Analyzer, BM25Index
 from tests.conftest import ROOT
 from tests.memory import Peak
 
@@ -369,8 +369,8 @@ def test_scores_are_those_of_bm25s_to_the_bit():
 def test_blocks_do_not_show(monkeypatch):
   texts = many_texts()
   whole = BM25Index(texts)
-  monkeypatch.setattr('retrieval.bm25._BLOCK', 7)
-  monkeypatch.setattr('retrieval.bm25._WORDS', 5)  # words are forgotten
+  monkeypatch.setattr('retrieval.index.bm25._BLOCK', 7)
+  monkeypatch.setattr('retrieval.index.bm25._WORDS', 5)  # words are forgotten
   queries = [f'word{i} word{i + 1}' for i in range(50)]
   for one, two in zip(
     whole.search(queries, 99), BM25Index(texts).search(queries, 99)
@@ -473,7 +473,7 @@ def test_a_search_that_fails_leaves_the_next_one_whole(monkeypatch):
 def test_a_forked_process_searches_too():
   script = """
 import os
-from retrieval import bm25
+from retrieval.index import bm25
 bm25._FEW = 0  # several threads
 index = bm25.BM25Index(['red fish', 'blue fish', 'green bird'])
 queries = ['fish', 'bird']

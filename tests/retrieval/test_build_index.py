@@ -11,11 +11,12 @@ import types
 import numpy as np
 import pytest
 
-from retrieval import build_index, dense_faiss, files, vectors
+from retrieval import build_index, files
 from retrieval.corpus import CorpusError
-from retrieval.encoder import Encoder
-from retrieval.folder import FolderError, open_folder, open_index
-from retrieval.store import open_store
+from retrieval.index import dense_faiss, vectors
+from retrieval.index.encoder import Encoder
+from retrieval.index.folder import FolderError, open_folder, open_index
+from retrieval.index.store import open_store
 from tests import memory
 from tests.conftest import ROOT
 from tests.golden import encoders
@@ -56,9 +57,9 @@ def build(out, **given):
 
 @pytest.fixture(autouse=True)
 def fake(monkeypatch):
-  import retrieval.encoder
+  import retrieval.index.encoder
 
-  monkeypatch.setattr(retrieval.encoder, 'Encoder', FakeEncoder)
+  monkeypatch.setattr(retrieval.index.encoder, 'Encoder', FakeEncoder)
   monkeypatch.setattr(FakeEncoder, 'encoded', 0)
   monkeypatch.setattr(FakeEncoder, 'pause', None)
 
@@ -323,11 +324,11 @@ def test_memory_is_constant(tmp_path, monkeypatch):
 KILLED = """
 import sys
 sys.path.insert(0, {root!r})
-import retrieval.encoder
+import retrieval.index.encoder
 from tests.retrieval.fakes import FakeEncoder
 from tests.retrieval.test_build_index import flag_values
 from retrieval import build_index
-retrieval.encoder.Encoder = FakeEncoder
+retrieval.index.encoder.Encoder = FakeEncoder
 calls = 0
 def pause():
   global calls
@@ -386,9 +387,8 @@ def test_a_stopped_faiss_index_goes_on(source, tmp_path, monkeypatch):
 
 
 def test_every_index_opens_and_finds(source, tmp_path, monkeypatch, milvus_url):
-  import retrieval.encoder
-
-  monkeypatch.setattr(retrieval.encoder, 'Encoder', Encoder)  # the real one
+  # The real one.
+  monkeypatch.setattr('retrieval.index.encoder.Encoder', Encoder)
   model = encoders.write(tmp_path, 'e5-tiny-v2')
   names = [
     'bm25',

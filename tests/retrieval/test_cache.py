@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 import numpy as np
 import pytest
 
-from retrieval.cache import FORMAT, Recorded, StoreError
 from retrieval.core import Found, LocalSearcher, SearchFailed
+from retrieval.web.cache import FORMAT, Recorded, StoreError
 from tests.conftest import ROOT
 from tests.retrieval.fakes import Source
 
@@ -74,7 +74,7 @@ def test_replay_answers_alone_and_the_same(path):
 
 
 def test_an_index_is_recorded_like_any_searcher(path, corpus):
-  from retrieval.bm25 import BM25Index
+  from retrieval.index.bm25 import BM25Index
 
   searcher = LocalSearcher(corpus, BM25Index(corpus.contents))
   plain = searcher.search(['hamlet', 'zzz'], 3)
@@ -389,7 +389,7 @@ def test_whoever_stores_first_answers_for_all(path):
 
 WRITER = """
 import sys
-from retrieval.cache import Recorded
+from retrieval.web.cache import Recorded
 from tests.retrieval.fakes import Source
 store = Recorded(Source(), sys.argv[1])
 print('ready', flush=True)

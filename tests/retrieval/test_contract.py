@@ -7,12 +7,12 @@ import faiss
 import numpy as np
 import pytest
 
-from retrieval import dense_faiss, milvus
-from retrieval.bm25 import BM25Index
 from retrieval.core import LocalSearcher
-from retrieval.dense_jax import DenseJax
-from retrieval.hybrid import Hybrid
-from retrieval.rerank import Rerank
+from retrieval.index import dense_faiss, milvus
+from retrieval.index.bm25 import BM25Index
+from retrieval.index.dense_jax import DenseJax
+from retrieval.index.hybrid import Hybrid
+from retrieval.index.rerank import Rerank
 from tests.retrieval.vectors import (
   FakeCrossEncoder,
   FakeEncoder,

@@ -14,13 +14,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from retrieval import served
 from retrieval.corpus import (
   CorpusError,
   join_contents,
   read_corpus,
   split_contents,
 )
+from retrieval.serve import searcher as served
 from tests.retrieval.conftest import PASSAGES
 
 ROOT = pathlib.Path(__file__).parents[2]

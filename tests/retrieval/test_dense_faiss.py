@@ -8,8 +8,9 @@ import numpy as np
 import prometheus_client
 import pytest
 
-from retrieval import dense_faiss, files
-from retrieval.dense_faiss import DenseFaiss, FaissError, ranked
+from retrieval import files
+from retrieval.index import dense_faiss
+from retrieval.index.dense_faiss import DenseFaiss, FaissError, ranked
 from tests.conftest import ROOT
 from tests.retrieval.vectors import (
   FakeEncoder,
@@ -307,7 +308,7 @@ def test_opened_as_a_memory_map(factory, tmp_path):
   vectors = clustered(20000 if factory != 'HNSW4' else 6000, 256)
   path = built(tmp_path / 'a', factory, vectors, train=200)
   code = f"""
-from retrieval.dense_faiss import DenseFaiss
+from retrieval.index.dense_faiss import DenseFaiss
 def kb():
   lines = open('/proc/self/status').read().splitlines()
   return int([x for x in lines if x.startswith('RssAnon')][0].split()[1])
@@ -334,7 +335,7 @@ def test_threads_of_faiss_wait_without_spinning_unless_told(given, spins):
     {'OMP_WAIT_POLICY': given} if given else {}
   )
   done = subprocess.run(
-    [sys.executable, '-c', 'import retrieval.dense_faiss'],
+    [sys.executable, '-c', 'import retrieval.index.dense_faiss'],
     cwd=ROOT,
     env=env,
     capture_output=True,

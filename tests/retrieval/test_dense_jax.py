@@ -11,10 +11,10 @@ from jax.sharding import Mesh
 import numpy as np
 import pytest
 
-from retrieval import dense_programs
-from retrieval.dense_jax import DenseJax, trace
-from retrieval.dense_programs import GROUP, PRECISIONS, Programs, _top
-from retrieval.encoder import Encoder
+from retrieval.index import dense_programs
+from retrieval.index.dense_jax import DenseJax, trace
+from retrieval.index.dense_programs import GROUP, PRECISIONS, Programs, _top
+from retrieval.index.encoder import Encoder
 from tests import memory
 from tests.golden import encoders
 from tests.retrieval.test_encoder import compiled, random_texts

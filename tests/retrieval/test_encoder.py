@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from retrieval import bert
-from retrieval.encoder import Encoder, find_family
+from retrieval.index import bert
+from retrieval.index.encoder import Encoder, find_family
 from tests.conftest import ROOT
 from tests.golden import encoders
 

@@ -11,8 +11,9 @@ import faiss
 import numpy as np
 import pytest
 
-from retrieval import dense_faiss, faiss_build, files
-from retrieval.dense_faiss import DenseFaiss
+from retrieval import files
+from retrieval.index import dense_faiss, faiss_build
+from retrieval.index.dense_faiss import DenseFaiss
 from tests import memory
 from tests.conftest import ROOT
 from tests.retrieval.vectors import clustered, unit
@@ -307,7 +308,7 @@ KILLED = """
 import sys
 import numpy as np
 sys.path.insert(0, {root!r})
-from retrieval import dense_faiss
+from retrieval.index import dense_faiss
 from tests.retrieval.test_faiss_build import OPTIONS
 real = dense_faiss.blocks
 def blocks(*args):

@@ -15,8 +15,8 @@ import hypothesis
 from hypothesis import strategies as st
 import pytest
 
-from retrieval import fetch as fetch_lib
-from retrieval.fetch import Fetcher, FetchFailed, is_public, read_body
+from retrieval.web import fetch as fetch_lib
+from retrieval.web.fetch import Fetcher, FetchFailed, is_public, read_body
 
 pytestmark = pytest.mark.slow
 

@@ -7,11 +7,16 @@ import numpy as np
 import pytest
 
 from retrieval import files
-from retrieval.bm25 import BM25Index
 from retrieval.core import LocalSearcher
 from retrieval.corpus import CorpusError
-from retrieval.folder import FolderError, faiss_path, open_folder, open_index
-from retrieval.store import open_store, write_store
+from retrieval.index.bm25 import BM25Index
+from retrieval.index.folder import (
+  FolderError,
+  faiss_path,
+  open_folder,
+  open_index,
+)
+from retrieval.index.store import open_store, write_store
 from tests.retrieval.conftest import PASSAGES, write_corpus
 from tests.retrieval.vectors import FakeEncoder
 
@@ -22,7 +27,7 @@ DENSE = ('dense_jax', 'dense_faiss:Flat', 'dense_faiss:IVF1,Flat', 'milvus')
 @pytest.fixture(scope='session')
 def made(corpus_path, tmp_path_factory, milvus_url):
   """A folder with every index but one."""
-  from retrieval import dense_faiss, milvus
+  from retrieval.index import dense_faiss, milvus
 
   path = tmp_path_factory.mktemp('index') / 'wiki 18'
   path.mkdir()
@@ -188,7 +193,7 @@ def test_another_corpus_is_refused(spoiled, tmp_path):
 
 def test_swapped_files_of_equal_shape_are_refused(spoiled):
   vectors = np.load(spoiled / 'vectors.npy')
-  from retrieval import dense_faiss
+  from retrieval.index import dense_faiss
 
   dense_faiss.build(-vectors, 'Flat', faiss_path(spoiled, 'Flat'))
   dense_faiss.build(-vectors, 'IVF1,Flat', faiss_path(spoiled, 'IVF1,Flat'))
@@ -234,7 +239,7 @@ def test_another_encoder_is_refused(made, name):
 
 
 def test_a_model_is_used_as_the_manifest_says(spoiled, tmp_path, monkeypatch):
-  from retrieval.dense_jax import Encoder
+  from retrieval.index.dense_jax import Encoder
   from tests.golden import encoders
 
   path = encoders.write(tmp_path, 'all-MiniLM-tiny')
@@ -256,7 +261,8 @@ def test_a_model_is_used_as_the_manifest_says(spoiled, tmp_path, monkeypatch):
   with pytest.raises(FolderError, match="pooling was 'cls', is 'mean'"):
     open_index(folder, 'dense_jax', encoder=Encoder(path, **short))
   monkeypatch.setattr(  # this model has too few positions for the usual
-    'retrieval.encoder.Encoder', functools.partial(Encoder, query_length=32)
+    'retrieval.index.encoder.Encoder',
+    functools.partial(Encoder, query_length=32),
   )
   index = open_index(folder, 'dense_jax', encoder=str(path))
   assert index.parameters['encoder']['passage_prefix'] == 'p: '

@@ -12,10 +12,10 @@ import hypothesis
 import pytest
 import schemathesis
 
-from retrieval.app import create_app
-from retrieval.bm25 import BM25Index
 from retrieval.core import LocalSearcher
-from retrieval.protocol import Limits
+from retrieval.index.bm25 import BM25Index
+from retrieval.serve.app import create_app
+from retrieval.serve.protocol import Limits
 
 EXAMPLES = int(os.environ.get('FUZZ_EXAMPLES', '20'))
 LIMITS = Limits(max_topk=5, max_queries=8, max_query_bytes=4096, batch_ms=0)

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from retrieval import gpu_memory
+from retrieval.serve import gpu_memory
 from tests.conftest import ROOT
 
 GB, FRACTION = 10**9, 'XLA_PYTHON_CLIENT_MEM_FRACTION'
@@ -66,7 +66,7 @@ def test_what_the_user_set_stays(name, machine, monkeypatch):
 
 def test_it_comes_before_jax():
   code = (
-    'import sys, retrieval.served, retrieval.folder; '
+    'import sys, retrieval.serve.searcher, retrieval.index.folder; '
     "sys.exit('jax' in sys.modules)"
   )
   subprocess.run([sys.executable, '-c', code], cwd=ROOT, check=True)

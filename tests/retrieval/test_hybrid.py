@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from retrieval.hybrid import Hybrid
+from retrieval.index.hybrid import Hybrid
 
 
 class Listed:

@@ -4,8 +4,8 @@ import numpy as np
 import pymilvus
 import pytest
 
-from retrieval import milvus
-from retrieval.milvus import Milvus, MilvusError
+from retrieval.index import milvus
+from retrieval.index.milvus import Milvus, MilvusError
 from tests.retrieval.vectors import (
   FakeEncoder,
   assert_exact,

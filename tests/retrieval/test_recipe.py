@@ -16,9 +16,10 @@ import numpy as np
 import pytest
 from starlette.testclient import TestClient
 
-from retrieval import app, build_index, download, search, server
+from retrieval import build_index, download, search, server
 from retrieval.corpus import iter_documents
-from retrieval.encoder import Encoder
+from retrieval.index.encoder import Encoder
+from retrieval.serve import app
 from tests.conftest import ROOT
 from tests.golden import encoders
 from tests.retrieval.conftest import write_corpus

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from retrieval.rerank import CrossEncoder, Rerank
+from retrieval.index.rerank import CrossEncoder, Rerank
 from tests.conftest import ROOT
 from tests.golden import encoders
 from tests.retrieval.test_encoder import compiled, random_texts

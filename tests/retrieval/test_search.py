@@ -7,10 +7,10 @@ import pytest
 import rich.console
 
 from retrieval import files
-from retrieval.bm25 import Analyzer, BM25Index
 from retrieval.client import Hit
+from retrieval.index.bm25 import Analyzer, BM25Index
+from retrieval.index.store import write_store
 from retrieval.search import search_server, show
-from retrieval.store import write_store
 from tests import here
 from tests.conftest import ROOT
 

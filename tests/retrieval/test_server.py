@@ -412,7 +412,8 @@ def test_a_warm_up_that_fails_ends_the_start(corpus_path, tmp_path):
   script = textwrap.dedent(rf"""
     import sys
     from absl import app
-    from retrieval import bm25, server
+    from retrieval.index import bm25
+    from retrieval import server
     def search(*_):
       raise OSError('a bad sector \x1b[31m')
     bm25.BM25Index.search = search
@@ -544,7 +545,7 @@ def test_retrieval_never_imports_the_trainer():
   assert subprocess.run([sys.executable, '-c', code], cwd=ROOT).returncode == 0
   # Nor is a JAX that is loaded already disturbed.
   code = (
-    'import jax.lax, sys; a = sys.modules["jax"]; import retrieval.bm25;'
+    'import jax.lax, sys; a = sys.modules["jax"]; import retrieval.index.bm25;'
     'from jax._src import xla_bridge as x;'
     'sys.exit(x.backends_are_initialized() or sys.modules["jax"] is not a)'
   )

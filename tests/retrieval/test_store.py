@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from retrieval.corpus import CorpusError, Document, read_corpus
-from retrieval.store import open_store, write_store
+from retrieval.index.store import open_store, write_store
 from tests.conftest import ROOT
 from tests.memory import Peak
 from tests.retrieval.conftest import PASSAGES, write_corpus
@@ -117,7 +117,7 @@ def test_a_bad_source_leaves_what_was_there(corpus, corpus_path, tmp_path):
 def test_a_killed_writer_leaves_no_store(large, tmp_path):
   code = """
 import os, sys
-from retrieval import store
+from retrieval.index import store
 read = store.iter_documents
 def dying(path):
   for i, document in enumerate(read(path)):

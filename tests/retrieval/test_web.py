@@ -13,13 +13,13 @@ import urllib.parse
 import prometheus_client
 import pytest
 
-from retrieval.budget import Budget
-from retrieval.cache import Recorded
 from retrieval.core import Found, SearchFailed
 from retrieval.corpus import split_contents
-from retrieval.fetch import Fetcher
-from retrieval.providers import PROVIDERS, sendable
-from retrieval.web import WebSearcher, cut
+from retrieval.web.budget import Budget
+from retrieval.web.cache import Recorded
+from retrieval.web.fetch import Fetcher
+from retrieval.web.providers import PROVIDERS, sendable
+from retrieval.web.searcher import WebSearcher, cut
 from tests.conftest import ROOT
 from tests.retrieval.test_fetch import HOME, Site, redirect, reply
 
@@ -911,7 +911,7 @@ def test_an_error_of_the_process_of_a_page_is_logged(caplog):
 def test_a_process_for_a_page_imports_nothing():
   code = (
     'import importlib, sys\n'
-    'from retrieval.web import LOADED\n'
+    'from retrieval.web.searcher import LOADED\n'
     'for name in LOADED: importlib.import_module(name)\n'
     'loaded = {*sys.modules}\n'
     'import retrieval.server\n'

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 import pytest
 
+from searchrl_jax.lookup import ConfigError
 from searchrl_jax.rewards import ablations
-from searchrl_jax.run.lookup import ConfigError
 from searchrl_jax.types import Question, Trajectory
 
 

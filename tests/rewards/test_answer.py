@@ -6,8 +6,8 @@ from ml_collections import ConfigDict
 import numpy as np
 import pytest
 
+from searchrl_jax import schema
 from searchrl_jax.rewards import answer, core
-from searchrl_jax.run import schema
 from searchrl_jax.types import Question
 from tests.fakes import FakeSource, make_env, run_script
 

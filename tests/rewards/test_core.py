@@ -4,9 +4,9 @@ from ml_collections import ConfigDict
 import numpy as np
 import pytest
 
+from searchrl_jax import schema
 from searchrl_jax.data import checks
 from searchrl_jax.rewards import core
-from searchrl_jax.run import schema
 from searchrl_jax.types import Question, Rewards, Segment, Trajectory
 
 

@@ -5,9 +5,9 @@ from ml_collections import ConfigDict
 import numpy as np
 import pytest
 
+from searchrl_jax import schema
 from searchrl_jax.rewards import core, judge
 from searchrl_jax.rewards.core import RewardContext, RewardError
-from searchrl_jax.run import schema
 from searchrl_jax.sources.chat import ChatError
 from searchrl_jax.types import Question
 from tests import chat_server

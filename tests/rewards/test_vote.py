@@ -7,8 +7,8 @@ from ml_collections import ConfigDict
 import numpy as np
 import pytest
 
+from searchrl_jax import schema
 from searchrl_jax.rewards import core, vote
-from searchrl_jax.run import schema
 from searchrl_jax.types import Question
 from tests.fakes import make_env, run_script
 

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from experiments.ssp.verify import Reader
+from searchrl_jax import schema
 from searchrl_jax.engines.vllm.launcher import start_sidecar
 from searchrl_jax.models import decoder, pretrained
 from searchrl_jax.rewards import judge
-from searchrl_jax.run import schema
 from searchrl_jax.sources.chat import Chat, ChatError
 from searchrl_jax.sources.core import SourceError
 from searchrl_jax.sources.simulated import SimulatedSource

@@ -29,7 +29,7 @@ from searchrl_jax.engines.weights import sync
 from searchrl_jax.engines.weights.publication import Publisher
 from searchrl_jax.models import decoder
 from searchrl_jax.rollout import chains as rollouts
-from searchrl_jax.run.schema import base
+from searchrl_jax.schema import base
 from searchrl_jax.types import Prompt, Question
 from tests import scripted
 from tests.engines.common import config as sampler_config

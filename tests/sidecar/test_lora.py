@@ -20,8 +20,8 @@ from searchrl_jax.models import decoder, lora
 from tests import tiny
 from tests.engines.contract import once, prompt
 from tests.engines.fake_vllm import config as engine_config
+from tests.loop.test_train import lines
 from tests.sidecar import conftest
-from tests.test_train import lines
 
 pytestmark = pytest.mark.sidecar
 LORA = decoder.Lora(4, 4.0, tuple(decoder.PROJECTIONS), 'float32')

@@ -5,7 +5,7 @@ import pytest
 from searchrl_jax import train
 from searchrl_jax.engines.vllm.client import VllmEngine
 from searchrl_jax.learn import update
-from searchrl_jax.run import checkpoint, records
+from searchrl_jax.store import checkpoint, records
 from tests import tiny
 
 pytestmark = pytest.mark.sidecar

@@ -9,8 +9,9 @@ from ml_collections import ConfigDict
 import pytest
 
 from configs import atlas as recipe
-from searchrl_jax.run import build, schema
-from searchrl_jax.run.lookup import ConfigError
+from searchrl_jax import schema
+from searchrl_jax.lookup import ConfigError
+from searchrl_jax.run import build
 from searchrl_jax.sources.core import SourceError, require_same
 from searchrl_jax.sources.dials import Dials, Setting, wrap
 from searchrl_jax.types import (

@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 
 from configs import zerosearch
+from searchrl_jax import checks, schema
 from searchrl_jax.engines.core import EngineError, Sampling
-from searchrl_jax.learn import checks
 from searchrl_jax.rollout.chains import rollout
 from searchrl_jax.rollout.core import RolloutError
-from searchrl_jax.run import schema
 from searchrl_jax.sources import simulated
 from searchrl_jax.sources.core import SourceError
 from searchrl_jax.types import (

@@ -11,19 +11,20 @@ from configs import quickstart, ssp
 from configs.methods import parallel_search
 from configs.methods.core import PROGRESS
 from experiments.ssp import start
-from searchrl_jax import evaluate, sft, train
+from searchrl_jax import schema, sft, train
 from searchrl_jax.data.core import Trace
 from searchrl_jax.engines.core import Completion
-from searchrl_jax.evaluators import grading, ledger
-from searchrl_jax.learn import structure
+from searchrl_jax.evaluate import controls, grading, ledger
+from searchrl_jax.evaluate import policy as evaluate
+from searchrl_jax.lookup import ConfigError
 from searchrl_jax.rewards import answer, core, efficiency, progress
 from searchrl_jax.rollout import chains
-from searchrl_jax.run import build, records, schema
-from searchrl_jax.run.lookup import ConfigError
-from searchrl_jax.sources import calculator, controls, none
+from searchrl_jax.run import build
+from searchrl_jax.sources import calculator, none
 from searchrl_jax.sources.tools import Tools
+from searchrl_jax.store import records
 from searchrl_jax.text import env as envs
-from searchrl_jax.text import prompts
+from searchrl_jax.text import prompts, structure
 from searchrl_jax.types import (
   Passage,
   Question,

@@ -8,9 +8,9 @@ donated by the programs of `engines.decode`: scatters write in place.
 import jax
 import jax.numpy as jnp
 
+from searchrl_jax.devices import sharding
 from searchrl_jax.models import attention
 from searchrl_jax.models.decoder import DecoderConfig
-from searchrl_jax.run import sharding
 
 # Positions of a cache that `attention` reads at once: on a CPU as many as fit
 # into its caches, otherwise enough to amortise a kernel launch.

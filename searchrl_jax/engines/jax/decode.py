@@ -17,10 +17,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from searchrl_jax.devices import sharding
 from searchrl_jax.engines.jax import caches as kv
 from searchrl_jax.models import attention, decoder
 from searchrl_jax.models.decoder import DecoderConfig
-from searchrl_jax.run import sharding
 
 MAX_STOP_IDS = 8  # stop ids of one slot that the device compares
 MAX_WIDTH = 512  # tokens of a row in one prefill call

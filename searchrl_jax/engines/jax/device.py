@@ -15,6 +15,7 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
+from searchrl_jax.devices import compiling, sharding
 from searchrl_jax.engines.core import SyncError, require
 from searchrl_jax.engines.jax import caches as kv
 from searchrl_jax.engines.jax import decode
@@ -22,7 +23,6 @@ from searchrl_jax.engines.jax.slots import Box, Copy, Piece, Plan, Room
 from searchrl_jax.engines.weights import checksum
 from searchrl_jax.models import decoder, lora
 from searchrl_jax.models.decoder import DecoderConfig
-from searchrl_jax.run import compiling, sharding
 
 PIECE = 256
 

@@ -31,6 +31,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
+from searchrl_jax.devices import cluster
 from searchrl_jax.engines import core
 from searchrl_jax.engines.core import Completion, EngineError, Sampling
 from searchrl_jax.engines.handles import Request
@@ -39,7 +40,6 @@ from searchrl_jax.engines.vllm.servers import Handle, Server
 from searchrl_jax.engines.vllm.transport import Down, Output
 from searchrl_jax.engines.weights import publication, published
 from searchrl_jax.models import decoder, families, lora
-from searchrl_jax.run import cluster
 
 _HERE = ('localhost', launcher.HOST)
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that --max-lora-rank takes
@@ -63,7 +63,7 @@ class VllmEngine(core.Engine):
   Args:
     model_cfg: a `DecoderConfig`; servers of another model are refused.
     tokenizer: a tokenizer.Tokenizer.
-    config: config.engine; run/schema.py explains its fields.
+    config: config.engine; schema.py explains its fields.
     folder: of the run, for the publications and the servers' logs.
 
   Raises:

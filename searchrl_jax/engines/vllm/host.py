@@ -12,8 +12,8 @@ import re
 import socket
 import uuid
 
+from searchrl_jax import lookup
 from searchrl_jax.engines.core import EngineError
-from searchrl_jax.run import lookup
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 HOST = '127.0.0.1'

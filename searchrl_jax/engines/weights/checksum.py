@@ -15,8 +15,8 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from searchrl_jax import lookup
 from searchrl_jax.engines.core import SyncError
-from searchrl_jax.run import lookup
 
 
 def _mix(h):

@@ -18,10 +18,11 @@ import shutil
 import jax
 import jax.numpy as jnp
 
+from searchrl_jax.devices import cluster, sharding
 from searchrl_jax.engines.weights import checksum, memory, published
 from searchrl_jax.models import decoder, families, hf_tensors, lora
 from searchrl_jax.models.decoder import DecoderConfig
-from searchrl_jax.run import checkpoint, cluster, sharding
+from searchrl_jax.store import checkpoint
 
 _ADAPTERS = 'adapters'  # below the folder: adapters, a folder for each version
 _ROOM = 3  # copies that memory must hold: during a sync there are two

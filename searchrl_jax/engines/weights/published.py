@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
+from searchrl_jax import lookup
 from searchrl_jax.models import families, hf_tensors
-from searchrl_jax.run import lookup
 
 FORMAT = 3  # of a publication: its metadata, and how tensors are stored
 PREFIX = 'state'  # of the names of stores

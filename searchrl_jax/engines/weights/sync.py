@@ -16,12 +16,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from searchrl_jax import lookup
+from searchrl_jax.devices import sharding
 from searchrl_jax.engines import core
 from searchrl_jax.engines.core import Engine, Sampling, SyncReport
 from searchrl_jax.engines.weights import checksum
 from searchrl_jax.engines.weights.checksum import compare as compare
 from searchrl_jax.models import decoder
-from searchrl_jax.run import lookup, sharding
 from searchrl_jax.types import Prompt, Question
 
 _CANARY = (

@@ -1,0 +1,261 @@
+"""Checks the fields of a config before any model is loaded."""
+
+from collections.abc import Sequence
+import functools
+
+from ml_collections import ConfigDict
+
+from retrieval import files
+from retrieval.client import RetrievalClient
+from searchrl_jax import lookup, schema
+from searchrl_jax.data import checks as data
+from searchrl_jax.devices import cluster
+from searchrl_jax.engines import core as engines
+from searchrl_jax.learn import batching, credit, objectives, optim
+from searchrl_jax.lookup import ConfigError
+from searchrl_jax.rewards import core as rewards
+from searchrl_jax.rewards import equivalence
+from searchrl_jax.rollout import core as samplers
+from searchrl_jax.run import build
+from searchrl_jax.sources import none, simulated
+from searchrl_jax.text.env import SearchEnv
+from searchrl_jax.types import Question
+
+
+def check(config: ConfigDict) -> None:
+  """Checks the fields of a training config together.
+
+  Raises:
+    ConfigError: names the first invalid field and the fix.
+  """
+  check_engine(config)
+  a, r, c, env = config.algorithm, config.rollout, config.critic, config.env
+  fn, taken = credit.function(a.advantage), credit.needs(a.advantage)
+  grouped = getattr(fn, 'needs_group', False)
+  advantage = f'config.algorithm.advantage={a.advantage!r}'
+  lookup.require(
+    r.group >= 2 or not grouped,
+    f'config.rollout.group={r.group}: {advantage} compares trajectories of one '
+    'question; use 2 or more',
+  )
+  batching.check(config)
+  samplers.sampler(r)
+  lookup.require(
+    r.top_p >= 1 and r.top_k <= 0,
+    f'config.rollout.top_p={r.top_p}, top_k={r.top_k}: the trainer scores with '
+    'the whole distribution; use 1 and 0 (config.eval.top_p may truncate)',
+  )
+  lookup.require(
+    r.temperature > 0,
+    f'config.rollout.temperature={r.temperature}: greedy rollouts of a group '
+    'are all equal and teach nothing; use a temperature above 0',
+  )
+  objectives.policy(config)
+  lookup.require_fields('config.algorithm.advantage_kw', fn, a.advantage_kw)
+  for where, used, fields in _users(config):
+    if hasattr(used, 'check'):  # of the whole config
+      with lookup.of(where):
+        used.check(config, fields)
+  lookup.require(
+    'critic' not in taken or {'gamma', 'lam'} <= lookup.fields(fn).keys(),
+    f'{advantage} takes a critic, which needs the fields gamma and lam',
+  )
+  lookup.require(
+    a.kl != 'reward' or not getattr(fn, 'divides_by_spread', False),
+    f"config.algorithm.kl='reward' with advantage={a.advantage!r}, which "
+    'divides by a spread of rewards and so blows up the noise of the KL where '
+    "all earn the same; use kl='loss', or advantage='dr_grpo' or 'rloo'",
+  )
+  lookup.require(
+    (a.kl != 'none') == (a.kl_coef > 0),
+    f'config.algorithm.kl={a.kl!r} with kl_coef={a.kl_coef}: a coefficient '
+    "above 0 goes with 'loss' or 'reward', 0 with 'none'",
+  )
+  lookup.require(
+    ('critic' in taken) == (c.lr > 0),
+    f'{advantage} {"needs a" if "critic" in taken else "has no use for a"} '
+    f'critic, and config.critic.lr={c.lr}: a rate above 0 (1e-5 is '
+    "Search-R1's) goes with 'gae', 0 with an advantage such as 'rloo'",
+  )
+  lookup.require(
+    0 <= c.pretrain_steps < (config.train.steps if 'critic' in taken else 1),
+    f'config.critic.pretrain_steps={c.pretrain_steps}: fewer than config.train.'
+    f'steps={config.train.steps}, and 0 where there is no critic',
+  )
+  lookup.require(
+    not (config.models.lora.rank and c.path),
+    f'config.critic.path={c.path!r} with config.models.lora: the critic has '
+    "adapters of its own on the policy's parameters; leave it empty",
+  )
+  optim.schedule(c, optim.critic_updates(config), 'config.critic')
+  # Seen token by token or turn by turn, equal returns can differ.
+  lookup.require(
+    not a.drop_zero_variance
+    or (grouped and not {'mask', 'structure'} & {*taken}),
+    'config.algorithm.drop_zero_variance leaves out groups of equal rewards, '
+    f'which have a gradient with {advantage}: set it to False',
+  )
+  lookup.require(
+    not r.refill or a.drop_zero_variance,
+    f'config.rollout.refill={r.refill} fills up for groups of equal rewards, '
+    'which config.algorithm.drop_zero_variance=False keeps; set it to True',
+  )
+  lookup.require(
+    not (r.refill and r.max_staleness),
+    f'config.rollout.refill={r.refill} with max_staleness={r.max_staleness}: '
+    'the next step begins before this one is known to be short; use one',
+  )
+  check_evaluation(config)
+  lookup.require(
+    not (r.max_staleness and config.engine.sleep),
+    f'config.rollout.max_staleness={r.max_staleness} with config.engine.sleep'
+    ': an engine that sleeps during updates has no rollouts under way; use 0',
+  )
+  lookup.require(
+    not (env.real_searches and env.information == 'policy'),
+    f'config.env.real_searches={env.real_searches} in training: with '
+    "env.information='policy' (SSRL) a policy learns from what it recalls; use "
+    '0 here, and real ones in `evaluate --config.env.real_searches=K`',
+  )
+  best = selecting(config)
+  lookup.require(
+    not best or (best in config.data.eval and len(config.data.eval) > 1),
+    f'config.checkpoint.best={config.checkpoint.best!r}: the set {best!r} '
+    'has to be in config.data.eval, beside those that are reported',
+  )
+
+
+def _users(config: ConfigDict) -> list[tuple]:
+  """(field, function, its fields) of the advantage and of the loss."""
+  a, where = config.algorithm, 'config.algorithm'
+  advantage = credit.function(a.advantage), a.advantage_kw
+  loss = objectives.policy_loss(a)
+  return [(f'{where}.advantage', *advantage), (f'{where}.loss', *loss)]
+
+
+def check_data(config: ConfigDict, questions: Sequence[Question]) -> None:
+  """Checks the rewards, and what all functions need of the questions.
+
+  Raises:
+    RewardError: an invalid field of config.reward.
+    DataError: a question lacks what a reward, the advantage or the loss needs
+      (`data.checks.require_needs`).
+  """
+  rewards.check(config, questions)
+  data.require_needs(_users(config), questions)
+
+
+def selecting(config: ConfigDict) -> str:
+  """The set that config.checkpoint.best selects by; '' = none.
+
+  Raises:
+    ConfigError: it names a metric over the sets that are reported (design
+      5.13).
+  """
+  best = config.checkpoint.best
+  name, _, score = best.removeprefix('eval/set=').partition('/')
+  lookup.require(
+    not best or (best.startswith('eval/set=') and name and score),
+    f'config.checkpoint.best={best!r} would select by the sets that are '
+    "reported; use 'eval/set=NAME/em' of a set of config.data.eval that is "
+    "not, or '' (the last checkpoint is reported)",
+  )
+  return name
+
+
+def check_prompts(env: SearchEnv, questions: Sequence[Question]) -> None:
+  """Checks that every prompt leaves room for a reply.
+
+  Raises:
+    ConfigError: the number of questions whose prompts do not, and their ids.
+  """
+  long = {}
+  with files.progress(len(questions), 'prompts', unit='question') as bar:
+    for q in questions:
+      try:
+        env.reset(q)
+      except ValueError as e:
+        long[q.id] = str(e)
+      bar.update()
+  which, why = ', '.join([*long][:5]), next(iter(long.values()), '')
+  what = f'{len(long)} of {len(questions)} questions cannot be asked'
+  lookup.require(not long, f'{what} ({which}, ...): {why}', ConfigError)
+
+
+def check_engine(config: ConfigDict) -> None:
+  """Checks the fields that evaluation also reads.
+
+  Raises:
+    ConfigError: names the first invalid field and the fix.
+  """
+  # Before the config is written to the run folder, which then keeps it.
+  schema.check(config)
+  build.check_environment(config)
+  sources = functools.partial(lookup.module, 'searchrl_jax.sources')
+  for field, find in (('engine', engines.module), ('source', sources)):
+    name = config[field].module
+    with lookup.of(f'config.{field}.module'):
+      found = find(name)
+    lookup.require(
+      hasattr(found, 'make'),
+      f'config.{field}.module={name!r} has no function make: it is a '
+      'part of another one',
+    )
+  if config.source.module == simulated.SIMULATED:
+    simulated.check(config.source.simulator)
+  rank = config.models.lora.rank
+  lookup.require(
+    not rank or cluster.size() == 1,
+    f'config.models.lora.rank={rank}: adapters are trained by one process, '
+    'with all devices of a node; use rank 0 on several',
+  )
+  env, engine, model = config.env, config.engine, config.model
+  searches = env.real_searches or env.information == 'source' and env.max_turns
+  lookup.require(
+    config.source.module != none.NONE or not searches,
+    f"config.source.module='none' answers no search, and config.env "
+    f'(information={env.information!r}, max_turns={env.max_turns}, '
+    f"real_searches={env.real_searches}) sends some; use 'service'",
+  )
+  if config.source.url:
+    with lookup.of('config.source.url'):
+      RetrievalClient(config.source.url)
+  lookup.require(
+    engine.dtype == model.dtype or engine.canary_tolerance >= 0.02,
+    f'config.engine.dtype={engine.dtype} with model.dtype={model.dtype}: their '
+    'log-probs differ by more than config.engine.canary_tolerance='
+    f'{engine.canary_tolerance}; use one dtype, or allow 0.02 or more',
+  )
+  lookup.require(
+    not model.path or model.tokenizer not in ('world', 'bpe'),
+    f'config.model.path={model.path!r} with model.tokenizer='
+    f'{model.tokenizer!r}: a checkpoint needs the tokenizer it was trained '
+    'with; leave it empty (configs/wiki_nq.py:model=PATH does)',
+  )
+  lookup.require(
+    env.max_tokens <= engine.max_len,
+    f'config.env.max_tokens={env.max_tokens} is above config.engine.max_len='
+    f'{engine.max_len}; raise the latter',
+  )
+
+
+def check_evaluation(config: ConfigDict) -> None:
+  """Checks config.eval, before any model is loaded.
+
+  Args:
+    config: the whole config.
+
+  Raises:
+    ValueError: names the field, its value and the fix.
+  """
+  e = config.eval
+  equivalence.function(e.match)
+  lookup.require(
+    all(1 <= k <= e.n for k in e.k),
+    f'config.eval.k={tuple(e.k)} needs numbers from 1 up to eval.n={e.n}',
+  )
+  lookup.require(
+    e.temperature > 0 or max(e.k, default=1) == 1,
+    f'config.eval.k={tuple(e.k)} with temperature=0, '
+    'which makes all samples of a question equal; use one above 0',
+  )

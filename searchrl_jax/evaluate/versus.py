@@ -1,0 +1,117 @@
+"""Compares policies of any recipes on one manifest.
+
+  python -m searchrl_jax.evaluate.versus runs/search_r1/arms/grpo/0/run \\
+    runs/ssrl/arms/grpo/0/run --out=runs/versus [--on=RUN]
+
+Every run folder is evaluated on the held-out questions, the corpus and the
+config.eval of the first (or of --on); then each is compared with the first,
+question by question (evaluate/compare.py). A run keeps its own model,
+tokenizer, template, limits and number of passages per query. All searches are
+real, also those of policies that write their own information (SSRL) or that
+were trained with a simulator (ZeroSearch). --own_searches lets SSRL's policies
+write their information as in training. Questions without a corpus (TTRL's
+mathematics) are answered without searches.
+
+The vocabulary of a small policy is that of its own world. The recipes' worlds
+share some names; a policy cannot answer questions with words that it cannot
+read.
+"""
+
+from collections.abc import Sequence
+import re
+
+from absl import flags
+
+from searchrl_jax import checks
+from searchrl_jax.evaluate import compare, ledger
+from searchrl_jax.evaluate import policy as evaluate
+from searchrl_jax.run import build, command
+from searchrl_jax.store import records
+
+# Fields of config.data that determine questions and corpus.
+ASKED = ('dir', 'world_module', 'world_seed', 'world', 'eval')
+
+
+def config_for(workdir: str, on, own_searches: bool):
+  """The config of a run, with the questions of the config `on`."""
+  config = build.load_config(workdir)
+  for name in ASKED:
+    config.data[name] = on.data[name]
+  config.eval = on.eval
+  config.source.module = on.source.module
+  for name in ('url', 'corpus'):
+    config.source[name] = on.source[name]
+  if config.source.module == 'none':
+    config.env.max_turns = 0
+  elif config.env.information == 'policy' and not own_searches:
+    config.env.real_searches = -1
+  return config
+
+
+def versus(
+  workdirs: Sequence[str],
+  on: str,
+  out: str,
+  *,
+  own_searches: bool = False,
+  url: str = '',
+) -> list[str]:
+  """Evaluates run folders on the questions of `on`; returns OUT's folders.
+
+  url: of a server of that corpus; '' starts one for all folders.
+  """
+  asked = build.load_config(on).copy_and_resolve_references()
+  asked.source.url = url or asked.source.url
+  searched = asked.source.url or asked.source.corpus
+  asked.source.module = 'service' if searched else 'none'
+  folders = []
+  with build.retrieval(asked, out) as served:
+    asked.source.url = served
+    for n, workdir in enumerate(workdirs):
+      name = re.sub(r'\W+', '_', workdir).strip('_')
+      folders.append(f'{out}/{n}_{name}')
+      print(f'[{n + 1}/{len(workdirs)}] {workdir}', flush=True)
+      evaluate.evaluate(
+        config_for(workdir, asked, own_searches),
+        workdir,
+        folders[-1],
+        manifest=f'{folders[0]}/{ledger.MANIFEST}' if n else '',
+      )
+  return folders
+
+
+def main():
+  workdirs = _RUNS.value
+  if len(workdirs) < 2:
+    raise checks.ConfigError(
+      'give two or more run folders; the first is the baseline'
+    )
+  folders = versus(
+    workdirs,
+    _ON.value or workdirs[0],
+    _OUT.value,
+    own_searches=_OWN.value,
+    url=_URL.value,
+  )
+  found = compare.against(
+    folders, scores=('em', 'f1'), resamples=10_000, seed=0
+  )
+  for comparison in found:
+    compare.show(comparison)
+  records.write_json(f'{_OUT.value}/versus.json', found)
+
+
+if __name__ == '__main__':
+  _RUNS = flags.DEFINE_list(
+    'runs', [], 'Run folders; the flag name is optional. First: the baseline.'
+  )
+  _ON = flags.DEFINE_string(
+    'on', '', 'Run folder whose questions are used; default: the first.'
+  )
+  _OUT = flags.DEFINE_string('out', None, 'Folder to write.', required=True)
+  _URL = flags.DEFINE_string('url', '', 'A server of that corpus, if one runs.')
+  _OWN = flags.DEFINE_bool(
+    'own_searches', False, "SSRL's policies write their own information."
+  )
+  command.define_data_dir()
+  command.run(main, positional=_RUNS)

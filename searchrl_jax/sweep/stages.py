@@ -1,0 +1,200 @@
+"""Runs one stage of a sweep: a warm start, or an arm of one case."""
+
+from collections.abc import Iterator
+import contextlib
+import json
+import os
+import pathlib
+import signal
+import threading
+import time
+
+from ml_collections import ConfigDict
+
+from searchrl_jax import lookup, schema, sft
+from searchrl_jax.data import core as data
+from searchrl_jax.devices import cluster
+from searchrl_jax.lookup import ConfigError
+from searchrl_jax.models import parameters
+from searchrl_jax.run import build
+from searchrl_jax.store import folders, records, writer
+from searchrl_jax.sweep import core
+from searchrl_jax.sweep.core import Arm, Start, Sweep
+
+# Fields that `sft` does not read, so they do not change a warm start.
+UNREAD = (
+  'algorithm', 'eval', 'judge', 'reward', 'rollout', 'selfplay', 'train.steps',
+)  # fmt: skip
+
+
+class Clock:
+  """Seconds of each stage; what a resumed stage takes adds up."""
+
+  def __init__(self, path: pathlib.Path):
+    self._path = path
+    self.seconds = json.loads(path.read_text()) if path.exists() else {}
+
+  @contextlib.contextmanager
+  def __call__(self, stage: str) -> Iterator[None]:
+    begin = time.monotonic()
+    try:
+      yield
+    finally:
+      spent = self.seconds.get(stage, 0.0) + time.monotonic() - begin
+      self.seconds[stage] = spent
+      records.write_json(self._path, self.seconds)
+
+
+def config_of(sweep: Sweep, stage: str, workdir: pathlib.Path) -> ConfigDict:
+  """The stage's config, with the folders of the warm starts that it needs."""
+  one, case = sweep.stage(stage)
+  seed, world = core.parse(case)
+  config = one.config(seed)
+  if world is not None:
+    config.data.world_seed = world
+  needs = sweep.needs(stage).items()
+  config.update_from_flattened_dict(
+    {field: str(workdir / start / 'run') for field, start in needs}
+  )
+  return config
+
+
+# JSON of the parts of a config that name questions and templates -> digests.
+_contents: dict[str, dict[str, str]] = {}
+
+
+def contents(sweep: Sweep, stage: str, workdir: pathlib.Path) -> dict[str, str]:
+  """What the stage's config names, by content: 'config.FIELD' -> digest.
+
+  What this machine does not have is left out: data of another one, warm starts
+  that are not complete.
+  """
+  config = config_of(sweep, stage, workdir)
+  one, _ = sweep.stage(stage)
+  sets = {'data.train': config.data.train, 'data.eval': config.data.eval}
+  sets = {} if isinstance(one, Start) else {k: v for k, v in sets.items() if v}
+  parts = [*sets], config.data, config.env.template, config.source
+  key = json.dumps(records.plain(parts))
+  if key not in _contents:
+    found = {}
+    with contextlib.suppress(ValueError, OSError, RuntimeError, ImportError):
+      for field, named in sets.items():
+        loaded = data.load_sets(named, config.data).values()
+        found[field] = [q for questions in loaded for q in questions]
+      _contents[key] = build.contents(config, found)
+  out = dict(_contents.get(key, {}))
+  for field, start in sweep.needs(stage).items():
+    if (workdir / start / 'done.json').exists():
+      out[f'config.{field}'] = parameters.digest(str(workdir / start / 'run'))
+  return {field: value for field, value in out.items() if value}
+
+
+def done(sweep: Sweep, stage: str, workdir: pathlib.Path) -> bool:
+  """Whether a stage is complete.
+
+  Raises:
+    ConfigError: it was run with another config, or with other contents of
+      what that names.
+  """
+  folder = workdir / stage
+  if not (folder / 'done.json').exists():
+    return False
+  about = json.loads((folder / 'done.json').read_text())
+  before = about['config']
+  # Fields added to the schema since then get their neutral values.
+  known = schema.base()
+  known.update(before)
+  before = records.plain(known)
+  now = records.plain(config_of(sweep, stage, workdir))
+  one, _ = sweep.stage(stage)
+  free = (*writer.MAY_DIFFER, *(UNREAD if isinstance(one, Start) else ()))
+  free = tuple(f'{field}.' for field in free)
+  for field, (old, new) in lookup.differences(before, now).items():
+    moved = field in sweep.needs(stage) and _within(old) == _within(new)
+    if not moved and not f'{field}.'.startswith(free):
+      raise ConfigError(
+        f'{folder} was run with another config: {field} was {old!r} and is '
+        f'{new!r} now; remove that folder, or set another --workdir'
+      )
+  made = about.get('contents', {})  # none in those of earlier versions
+  named = contents(sweep, stage, workdir) if made else {}
+  lookup.require_contents(folder, made, named)
+  return isinstance(one, Start) or all(
+    (folder / variant / 'values.json').exists() for variant in one.evaluations
+  )
+
+
+def _within(run: str) -> tuple[str, ...]:
+  """The parts of warm/NAME/CASE/run, without the folder of the sweep."""
+  return pathlib.PurePath(run).parts[-4:]
+
+
+def run_stage(
+  sweep: Sweep, stage: str, workdir: pathlib.Path, url: str
+) -> None:
+  """Trains and evaluates one stage; resumes an interrupted one.
+
+  url: of the retrieval server; '' = as the config has it.
+  """
+  # A process whose sweep was killed saves before it ends.
+  with folders.locked(workdir / stage, wait=True):
+    _run_stage(sweep, stage, workdir, url)
+
+
+def _run_stage(sweep, stage: str, workdir: pathlib.Path, url: str) -> None:
+  folder, config = workdir / stage, config_of(sweep, stage, workdir)
+  plain = records.plain(config)
+  config.source.url = url or config.source.url
+  clock = Clock(folder / 'seconds.json')
+  one, _ = sweep.stage(stage)
+  arm = one if isinstance(one, Arm) else None
+  run = str(folder / 'run')
+  if not (folder / 'done.json').exists():
+    content = {'config': plain, 'contents': contents(sweep, stage, workdir)}
+    if arm is None or arm.train:
+      with clock('train'):
+        loop = lookup.function('searchrl_jax', arm.loop) if arm else sft.sft
+        loop(config, run)
+    content['commit'] = writer.environment()['commit'] or 'none'
+    records.write_json(folder / 'done.json', content | {'code': cluster.code()})
+  if arm is None:
+    return
+  # An arm without training is its warm start, or a Hugging Face folder ('').
+  run = run if arm.train else config.train.init
+  for variant, measure in arm.evaluations.items():
+    out = folder / variant
+    if (out / 'values.json').exists():
+      continue
+    with clock('evaluate'):
+      values = measure(config, run, str(out))
+    records.write_json(out / 'values.json', values)
+
+
+class Servers(contextlib.ExitStack):
+  """A retrieval server for each world and kind of source, started by `url`."""
+
+  def __init__(self, workdir: pathlib.Path):
+    super().__init__()
+    self._folder, self._urls = workdir / 'worlds', {}
+
+  def url(self, config: ConfigDict) -> str:
+    data, source = config.data, config.source
+    world = data.dir, data.world_module, data.world_seed, data.world
+    where = source.module, source.corpus, source.url
+    key = json.dumps(records.plain([*where, *world]))
+    if key not in self._urls:
+      folder = str(self._folder / str(len(self._urls)))
+      server = build.retrieval(config, folder)
+      self._urls[key] = self.enter_context(server)
+    return self._urls[key]
+
+
+def end_with_parent() -> None:
+  """Sends SIGTERM to this process when standard input closes."""
+
+  def watch():
+    while os.read(0, 1):  # sys.stdin's own lock would outlive the process
+      pass
+    os.kill(os.getpid(), signal.SIGTERM)
+
+  threading.Thread(target=watch, daemon=True).start()

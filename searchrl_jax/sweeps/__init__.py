@@ -1,1 +1,0 @@
-"""Sweeps: arms x seeds, run in processes of their own, and their figures."""

@@ -1,0 +1,142 @@
+"""How processes find each other; what one process does alone."""
+
+import pickle
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from searchrl_jax.devices import cluster, sharding
+from searchrl_jax.lookup import ConfigError
+from searchrl_jax.types import Question, Trajectory
+from tests.conftest import ROOT
+
+NAMES = (
+  'NNODES', 'RANK', 'MASTER_ADDR', 'MASTER_PORT', 'SLURM_STEP_NUM_TASKS',
+  'SLURM_STEP_TASKS_PER_NODE', 'CUDA_VISIBLE_DEVICES', 'TPU_WORKER_HOSTNAMES',
+)  # fmt: skip
+
+
+@pytest.fixture
+def environ(monkeypatch):
+  for name in NAMES:
+    monkeypatch.delenv(name, raising=False)
+
+  def set(**values):
+    for name, value in values.items():
+      monkeypatch.setenv(name, value)
+
+  return set
+
+
+def given(coordinator='', processes=0, process_id=-1):
+  return cluster._given(coordinator, processes, process_id)
+
+
+def test_alone_where_nothing_names_others(environ):
+  assert given() is None
+  environ(NNODES='1', RANK='0', SLURM_STEP_NUM_TASKS='1')
+  assert given() is None
+  assert given('here:1', 1, 0) is None
+
+
+def test_variables_and_flags(environ):
+  found = {
+    'coordinator_address': 'a:29400',
+    'num_processes': 4,
+    'process_id': 3,
+    'cluster_detection_method': 'deactivate',
+  }
+  assert given('a:29400', 4, 3) == found
+  environ(NNODES='4', RANK='3', MASTER_ADDR='a')
+  assert given() == found
+  environ(MASTER_PORT='7')
+  assert given() == found | {'coordinator_address': 'a:7'}
+  assert given('b:8', 2, 0)['coordinator_address'] == 'b:8'  # flags first
+
+
+@pytest.mark.parametrize(
+  'values, message',
+  [
+    (dict(NNODES='2', RANK='0'), "MASTER_ADDR=':29400': the HOST:PORT"),
+    (dict(NNODES='2', MASTER_ADDR='a'), "RANK='': a number"),
+    (dict(NNODES='x', RANK='0', MASTER_ADDR='a'), "NNODES='x': a number"),
+    (dict(NNODES='2', RANK='2', MASTER_ADDR='a'), 'RANK=2 of 2 processes'),
+  ],
+)
+def test_wrong_variables_are_named(environ, values, message):
+  environ(**values)
+  with pytest.raises(ConfigError) as e:
+    given()
+  assert message in str(e.value)
+
+
+def test_wrong_flags_are_named():
+  for flags, message in (
+    (('a:1', 2, -1), '--process_id=-1 of 2'),
+    (('a', 2, 0), "--coordinator='a'"),
+    (('a:1', 0, 0), '--processes=0'),
+  ):
+    with pytest.raises(ConfigError, match=message):
+      given(*flags)
+
+
+def test_slurm_gives_the_only_task_of_a_node_all_gpus(environ):
+  environ(SLURM_STEP_NUM_TASKS='4', CUDA_VISIBLE_DEVICES='4,5,6')
+  assert given()['local_device_ids'] is None
+  environ(SLURM_STEP_TASKS_PER_NODE='1(x4)')
+  assert given() == {
+    'cluster_detection_method': 'slurm',
+    'local_device_ids': range(3),
+  }
+
+
+def test_hosts_of_a_tpu_slice_are_found_by_jax(environ):
+  environ(TPU_WORKER_HOSTNAMES='localhost')
+  assert given() is None
+  environ(TPU_WORKER_HOSTNAMES='t0,t1')
+  assert given() == {}
+
+
+def test_shares_follow_each_other(monkeypatch):
+  for size in (1, 3, 4):
+    shares = []
+    for rank in range(size):
+      monkeypatch.setattr(cluster, 'size', lambda: size)  # noqa: B023
+      monkeypatch.setattr(cluster, 'rank', lambda: rank)  # noqa: B023
+      shares.append(cluster.part(range(10)))
+    assert [i for share in shares for i in share] == [*range(10)]
+    assert {len(share) for share in shares} <= {10 // size, -(-10 // size)}
+
+
+@pytest.mark.parametrize('size, taken', [(1, [1, 0]), (3, [2, 1])])
+def test_a_mesh_takes_as_much_of_each_process(size, taken, monkeypatch):
+  monkeypatch.setattr(cluster, 'size', lambda: 2)
+  devices = [SimpleNamespace(process_index=i // 2) for i in range(4)]
+  with pytest.raises(ConfigError) as e:
+    sharding.make_mesh(size, 1, 1, devices)
+  assert f'takes {taken} devices of the 2 processes' in str(e.value)
+
+
+def test_one_process_works_alone(tmp_path):
+  assert cluster.gather('x', lambda: 3) == [3]
+  assert cluster.first('x', lambda: 4) == cluster.agree('x', lambda: 4) == 4
+  with pytest.raises(OSError):
+    cluster.gather('x', lambda: (tmp_path / 'absent').read_text())
+  assert cluster.folder(tmp_path) == tmp_path and cluster.main()
+  cluster.require_same(lambda: pytest.fail('there is nobody to compare with'))
+  assert cluster.leave(ValueError('x'))
+
+
+def test_it_imports_no_jax():
+  code = 'import sys, searchrl_jax.devices.cluster as c; c.initialize()\n'
+  code += "assert 'jax' not in sys.modules"
+  subprocess.run([sys.executable, '-c', code], cwd=ROOT, check=True)
+
+
+def test_a_trajectory_travels_without_what_an_environment_read():
+  sent = Trajectory(Question('q', 'who?'), (), (), 'answer')
+  sent.parsed[object()] = lambda: 'no pickle'
+  got = pickle.loads(pickle.dumps(sent))
+  assert got == sent and got.parsed == {}

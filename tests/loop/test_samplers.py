@@ -1,0 +1,179 @@
+"""Samplers through the loop: they train, and a run that was cut goes on."""
+
+import os
+import signal
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from searchrl_jax import train
+from searchrl_jax.devices import signals
+from searchrl_jax.lookup import ConfigError
+from searchrl_jax.models import parameters
+from searchrl_jax.run import build
+from searchrl_jax.store import records
+from tests import tiny
+from tests.loop.test_algorithms import saved
+from tests.loop.test_train import lines
+from tests.rollout.test_samplers import turns
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures('programs')]
+
+TREE = dict(sampler='tree', group=3, trees=1, rounds=2)
+
+
+def config(url, **rollout):
+  c = tiny.config(url)
+  c.rollout.update(rollout)
+  c.env.max_turns = 2  # three turns, two of which a leaf may part after
+  c.eval.every = 0
+  c.train.steps = 2
+  return c
+
+
+def sampled(folder):
+  """Everything that was recorded of trajectories, but for seconds."""
+  return [
+    (
+      r.step,
+      r.trajectory.id,
+      dict(r.trajectory.meta),
+      r.reward,
+      [
+        (s.ids.tolist(), s.logps is None or s.logps.tolist())
+        for s in r.trajectory.segments
+      ],
+    )
+    for r in records.read(folder / 'trajectories')
+  ]
+
+
+def same(c, one, two):
+  a, b = saved(c, one), saved(c, two)
+  for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+    np.testing.assert_array_equal(x, y)
+  assert sampled(one) == sampled(two)
+
+
+@pytest.fixture(scope='module')
+def tree(url, tmp_path_factory):
+  folder = tmp_path_factory.mktemp('tree')
+  c = config(url, **TREE)
+  train.train(c, str(folder))
+  return c, folder
+
+
+def test_trees_train_with_grpo(tree):
+  c, folder = tree
+  steps = lines(folder / 'metrics.jsonl')
+  assert [s['step'] for s in steps] == [0, 1]
+  assert c.algorithm.advantage == 'grpo'
+  assert all(s['train/grad_norm'] > 0 for s in steps)
+  # The trainer agrees with what the engine recorded of forks.
+  assert max(s['train/mismatch_max'] for s in steps) < 1e-3
+  kept = [*records.read(folder / 'trajectories')]
+  assert len(kept) == 2 * 4 * 3 and all(r.kept for r in kept)
+  leaves = [r.trajectory for r in kept if r.trajectory.meta['node']]
+  assert leaves
+  generations = sum(s['rollout/generations'] for s in steps)
+  nodes = {
+    (r.step, r.trajectory.question.id, p)
+    for r in kept
+    for p in r.trajectory.meta['path']
+  }
+  assert generations == len(nodes) < sum(r.trajectory.turns for r in kept)
+  fresh = parameters.initial(c, *_model(c, folder))
+  learnt = saved(c, folder)['state']['params']
+  changed = jax.tree.map(lambda a, b: bool((a != b).any()), fresh, learnt)
+  assert any(jax.tree.leaves(changed))
+
+
+def _model(c, folder):
+  tok = build.tokenizer(c, str(folder))
+  return parameters.model_config(c, tok.vocab_size), build.mesh(c)
+
+
+@pytest.mark.parametrize('ended', [1, 8])
+def test_a_step_of_trees_that_is_cut_is_resumed(
+  tree, tmp_path, monkeypatch, ended
+):
+  """Bitwise; trees that were whole are not sampled again."""
+  c, folder = tree
+  c = c.copy_and_resolve_references()
+  c.rollout.concurrency = 3  # one tree after another
+  real, told = train.rollout, []
+  default = signal.getsignal(signal.SIGTERM)
+
+  async def cut(*args, on_trajectory, step, **kw):
+    def tell(trajectory):
+      on_trajectory(trajectory)
+      told.append(trajectory.id)
+      if step == 1 and len(told) == 12 + ended:
+        os.kill(os.getpid(), signal.SIGTERM)
+        # The run restores this when it has seen the signal; until then, no
+        # further tree may end.
+        while signal.getsignal(signal.SIGTERM) != default:
+          time.sleep(0.01)
+
+    return await real(*args, on_trajectory=tell, step=step, **kw)
+
+  monkeypatch.setattr(train, 'rollout', cut)
+  with pytest.raises(signals.Stopped):
+    train.train(c, str(tmp_path))
+  before = told[12:]
+  # Trees are told of as they are whole.
+  assert ended <= len(before) < 12 and len(before) % 3 == 0
+  told.clear()
+  told.extend([''] * 99)  # no further signal
+  train.train(c, str(tmp_path))
+  again = told[99:]
+  assert len(again) == 12 - len(before) and not {*again} & {*before}
+  same(c, folder, tmp_path)
+
+
+def test_trees_of_steps_ahead_are_used_whole(url, tmp_path):
+  c = config(url, **TREE, max_staleness=1)
+  c.train.steps = 3
+  train.train(c, str(tmp_path))
+  kept = [*records.read(tmp_path / 'trajectories')]
+  assert len(kept) == 3 * 4 * 3
+  leaves = {(r.step, r.trajectory.id): r.trajectory for r in kept}
+  parted = 0
+  for (step, _), t in leaves.items():
+    sample, _, turn = t.meta['node'].partition('.')
+    if not turn:
+      continue  # it starts from the prompt
+    other = leaves[step, f'{t.question.id}/solver/{sample}']
+    shared = int(turn) + 1
+    # Ids, log-probs and the versions of the weights that sampled them.
+    assert turns(t)[:shared] == turns(other)[:shared]
+    parted += 1
+  assert parted
+
+
+def test_a_sampler_of_ones_own_is_given_the_rewards_of_the_config(
+  url, tmp_path
+):
+  c = config(url, sampler='tests.samplers.best', attempts=3)
+  c.log.trajectories_every = 1
+  train.train(c, str(tmp_path / 'best'))
+  best = [r.reward for r in records.read(tmp_path / 'best' / 'trajectories')]
+  assert len(best) == 2 * 4 * 2
+  c = config(url)
+  train.train(c, str(tmp_path / 'chains'))
+  chain = [r.reward for r in records.read(tmp_path / 'chains' / 'trajectories')]
+  # In the first step both have the same weights and the first attempt in
+  # common.
+  pairs = [*zip(best[:8], chain[:8], strict=True)]
+  assert all(a >= b for a, b in pairs) and any(a > b for a, b in pairs)
+  first = lines(tmp_path / 'best' / 'metrics.jsonl')[0]
+  assert first['rollout/trajectories'] == 8
+
+
+def test_a_sampler_that_cannot_work_is_refused_at_the_start(url, tmp_path):
+  for fields in (dict(sampler='forest'), TREE | dict(group=4)):
+    with pytest.raises(ConfigError, match='config.rollout'):
+      train.train(config(url, **fields), str(tmp_path))
+  assert not (tmp_path / 'metrics.jsonl').exists()

@@ -1,0 +1,450 @@
+"""Steps ahead: begun in time, handed out in order, kept when a run ends."""
+
+import asyncio
+from concurrent import futures
+import operator
+import os
+import signal
+import threading
+import time
+import types
+
+import numpy as np
+import pytest
+
+from searchrl_jax.devices.signals import Loop, Signals, Stopped
+from searchrl_jax.rollout import collector
+from searchrl_jax.rollout.chains import Rollout
+from searchrl_jax.rollout.core import RolloutStats
+from searchrl_jax.store import records
+from searchrl_jax.types import Question, Segment, Trajectory
+
+
+class Stream:
+  """Questions q0, q1, ... by number."""
+
+  def __init__(self):
+    self.at = 0
+
+  def state(self):
+    return {'at': self.at}
+
+  def restore(self, state):
+    self.at = state['at']
+
+  def next(self, n):
+    self.at += n
+    return [Question(f'q{i}', 'who') for i in range(self.at - n, self.at)]
+
+
+def trajectory(question, sample=0, end='answer', version=0, train=True):
+  ids = np.array([5, 6], np.int32)
+  segment = Segment(
+    ids,
+    'policy',
+    'answer',
+    train=train,
+    logps=np.float32([-0.1, -1 / 3]),
+    versions=np.full(2, version, np.int32),
+  )
+  return Trajectory(question, (segment,), (), end, sample=sample)
+
+
+class Rollouts:
+  """Stands for `rollout`: a step ends when the test says so."""
+
+  def __init__(self):
+    self.begun, self.sampled, self.cancelled = [], [], []
+    self.go = {n: threading.Event() for n in range(9)}
+
+  async def __call__(self, questions, *, step, ended, on_trajectory):
+    self.begun.append(step)
+    groups = []
+    try:
+      for q in questions:
+        found = ended.get((q.id, 0))
+        if found is None:
+          found = trajectory(q, end='failed' if q.id == 'q1' else 'answer')
+          on_trajectory(found)
+          self.sampled.append((step, q.id))
+        groups.append((found,))
+      while not self.go[step].is_set():
+        await asyncio.sleep(0.001)
+    except asyncio.CancelledError:
+      await asyncio.sleep(0.01)  # cleaning up takes time
+      self.cancelled.append(step)
+      raise
+    return Rollout(groups, RolloutStats())
+
+
+def make(signals, stream, start, most, steps=6):
+  rollouts = collector.Collector(
+    stream, questions=2, max_staleness=most, steps=steps
+  )
+  rollouts.open(signals, start)
+  return rollouts
+
+
+@pytest.mark.parametrize('most', [0, 1, 3])
+def test_steps_begin_as_many_versions_ahead_as_allowed(most):
+  start, stream = Rollouts(), Stream()
+  for event in start.go.values():
+    event.set()
+  with Signals() as signals:
+    rollouts = make(signals, stream, start, most)
+    for step in range(6):
+      found = rollouts.take(step)
+      assert [g[0].question.id for g in found.groups] == [
+        f'q{2 * step}',
+        f'q{2 * step + 1}',
+      ]
+      # At the update of `step`: those of `most` steps beyond it, no more.
+      wanted = list(range(min(step + most + 1, 6)))
+      until = time.monotonic() + 10
+      while len(start.begun) < len(wanted) and time.monotonic() < until:
+        time.sleep(0.01)
+      time.sleep(0.02)
+      assert start.begun == wanted
+    assert rollouts.state() == stream.state()
+
+
+def test_questions_that_cannot_be_read_are_the_error():
+  start, stream = Rollouts(), Stream()
+
+  def unreadable(n):
+    raise OSError('the disk is gone')
+
+  stream.next = unreadable
+  with Signals() as signals:
+    rollouts = make(signals, stream, start, 0)
+    with pytest.raises(OSError, match='disk is gone'):
+      rollouts.take(0)
+    assert rollouts.give_back(0, True) == ()
+
+
+def test_what_ended_and_was_not_taken_is_kept_and_not_sampled_again():
+  start, stream = Rollouts(), Stream()
+  start.go[0].set()
+  with Signals() as signals:
+    rollouts = make(signals, stream, start, 2)
+    rollouts.take(0)
+    while len(start.sampled) < 6:
+      time.sleep(0.001)
+    cursor, kept = rollouts.state(), rollouts.encode()
+    rollouts.stop()
+  assert sorted(start.cancelled) == [1, 2]  # tasks end in any order
+  assert cursor == {'at': 2}
+
+  again, stream = Rollouts(), Stream()
+  for event in again.go.values():
+    event.set()
+  stream.restore(cursor)
+  with Signals() as signals:
+    rollouts = make(signals, stream, again, 2)
+    rollouts.decode(kept)
+    # Before its step begins it is still there, for the next checkpoint.
+    assert rollouts.encode() == kept
+    first, second = rollouts.take(1), rollouts.take(2)
+  got = [g[0] for r in (first, second) for g in r.groups]
+  assert [t.question.id for t in got] == ['q2', 'q3', 'q4', 'q5']
+  assert not {(1, 'q2'), (1, 'q3'), (2, 'q4'), (2, 'q5')} & set(again.sampled)
+  np.testing.assert_array_equal(
+    got[0].segments[0].logps, np.float32([-0.1, -1 / 3])
+  )
+
+
+def test_what_a_service_failed_is_sampled_again():
+  start = Rollouts()
+  with Signals() as signals:
+    rollouts = make(signals, Stream(), start, 0)
+    signals.start(_later(start.go[0]))
+    rollouts.take(0)
+    seen = rollouts.give_back(0, True)
+    assert [t.question.id for t in seen] == ['q0', 'q1']
+    assert rollouts.state() == {'at': 0}
+    (kept,) = rollouts.ended()[0].values()
+    assert kept.question.id == 'q0'  # q1 failed
+
+
+def test_a_step_that_ends_early_leaves_the_one_before_it_used():
+  start = Rollouts()
+  start.go[0].set()
+  with Signals() as signals:
+    rollouts = make(signals, Stream(), start, 0)
+    rollouts.take(0)
+    threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    with pytest.raises(Stopped):
+      rollouts.take(1)
+    rollouts.give_back(1, True)
+    assert rollouts.state() == {'at': 2}
+    assert list(rollouts.ended()) == [1]
+
+
+def test_what_other_weights_wrote_is_sampled_again():
+  start = Rollouts()
+  start.go[0].set()
+  with Signals() as signals:
+    rollouts = make(signals, Stream(), start, 1)
+    rollouts.take(0)
+    seen = rollouts.give_back(0, False)
+    assert len(seen) == 2 and not any(rollouts.ended().values())
+    assert rollouts.state() == {'at': 0}
+
+
+def test_the_process_that_plays_a_question_decides_what_is_kept(monkeypatch):
+  """Each of two processes samples its question of a resumed step again."""
+  questions = [Question(f'q{i}', 'who') for i in (0, 1)]
+  saved = collector.encode({0: [trajectory(q) for q in questions]})
+
+  async def again(questions, *, step, ended, on_trajectory):
+    assert [name for name, _ in ended] == [q.id for q in questions]
+    for q in questions:
+      on_trajectory(trajectory(q, version=1))
+    return Rollout([], RolloutStats())
+
+  parts = []
+  for own in (slice(0, 1), slice(1, 2)):
+    share = operator.itemgetter(own)
+    monkeypatch.setattr(collector.cluster, 'part', share)
+    with Signals() as signals:
+      rollouts = make(signals, Stream(), again, 0)
+      rollouts.decode(saved)
+      rollouts.take(0)
+      rollouts.give_back(0, True)
+      parts.append(rollouts.ended())
+  monkeypatch.setattr(collector.cluster, 'gather', lambda *_: parts)
+  kept = [r.trajectory for r in records.read(rollouts.encode())]
+  versions = {t.question.id: t.segments[0].versions.tolist() for t in kept}
+  assert versions == {'q0': [1, 1], 'q1': [1, 1]}
+
+
+async def _later(event):
+  await asyncio.sleep(0.02)
+  event.set()
+
+
+def test_a_signal_ends_the_wait_and_keeps_the_step(capfd):
+  start = Rollouts()
+  timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM))
+  with Signals() as signals:
+    rollouts = make(signals, Stream(), start, 1)
+    timer.start()
+    with pytest.raises(Stopped):
+      rollouts.take(0)
+    rollouts.give_back(0, True)
+    assert sorted(start.cancelled) == [0, 1]  # and they have cleaned up
+    assert rollouts.state() == {'at': 0}
+    assert sorted(rollouts.ended()) == [0, 1]
+    with pytest.raises(Stopped):
+      signals.run(asyncio.sleep(0))
+  assert 'SIGTERM: sampling ends now' in capfd.readouterr().err
+
+
+def test_an_error_of_a_step_ahead_comes_with_its_step():
+  async def start(questions, *, step, ended, on_trajectory):
+    if step == 1:
+      raise ValueError('step 1')
+    return Rollout([], RolloutStats())
+
+  with Signals() as signals:
+    rollouts = make(signals, Stream(), start, 1)
+    rollouts.take(0)
+    with pytest.raises(ValueError, match='step 1'):
+      rollouts.take(1)
+
+
+def test_idle_is_when_nothing_is_under_way(monkeypatch):
+  clock = [0.0]
+  # Its own clock alone: the event loop needs the real one.
+  monkeypatch.setattr(
+    collector, 'time', types.SimpleNamespace(monotonic=lambda: clock[0])
+  )
+  start = Rollouts()
+  with Signals() as signals:
+    rollouts = make(signals, Stream(), start, 0)
+    clock[0] = 5.0  # nothing yet
+    rollouts._begin(0)
+    while not start.begun:
+      time.sleep(0.001)
+    clock[0] = 100.0  # under way
+    start.go[0].set()
+    rollouts.take(0)
+    assert rollouts.idle_seconds() == 5.0
+    clock[0] = 107.0
+    assert rollouts.idle_seconds() == 7.0
+
+
+def test_staleness_counts_the_tokens_that_are_trained_on():
+  q = Question('q', 'who')
+  groups = [
+    (trajectory(q, version=7), trajectory(q, version=5)),
+    (
+      trajectory(q, version=6),
+      trajectory(q, version=1, end='failed'),
+      trajectory(q, version=2, train=False),
+    ),
+  ]
+  assert collector.staleness(groups, 7, 2) == {
+    'staleness/mean': (0 + 2 + 1) / 3,
+    'staleness/max': 2.0,
+    'staleness/share_0': 1 / 3,
+    'staleness/share_1': 1 / 3,
+    'staleness/share_2': 1 / 3,
+  }
+  assert collector.staleness([], 7, 0)['staleness/mean'] == 0.0
+
+
+def test_a_wait_after_a_signal_cancels_what_was_started():
+  with Signals() as signals:
+    future = signals.start(asyncio.sleep(60))
+    signals.stop = True
+    with pytest.raises(Stopped):
+      signals.wait(future)
+    assert future.cancelled()
+
+
+def test_a_cancellation_without_a_signal_is_not_taken_for_one():
+  async def cancelled():
+    raise asyncio.CancelledError
+
+  with Signals() as signals:
+    with pytest.raises(futures.CancelledError):
+      signals.run(cancelled())
+
+
+def test_a_loop_outlives_who_wants_to_exit():
+  async def leave():
+    raise SystemExit(3)
+
+  with Loop() as loop:
+    with pytest.raises(RuntimeError, match='SystemExit'):
+      loop.run(leave())
+    loop.run(asyncio.sleep(0))
+
+
+def test_one_that_fails_to_close_does_not_keep_the_others():
+  order = []
+
+  async def close(name):
+    order.append(name)
+    if name == 'bad':
+      raise ValueError('bad')
+
+  with pytest.raises(ValueError, match='bad'):
+    with Loop() as loop:
+      loop.at_exit(lambda: close('good'))
+      loop.at_exit(lambda: close('bad'))
+  assert order == ['bad', 'good']
+  with pytest.raises(KeyError):  # the first error is told
+    with Loop() as loop:
+      loop.at_exit(lambda: close('bad'))
+      raise KeyError
+
+
+def test_every_error_of_closing_is_reported():
+  async def fail(name):
+    raise ValueError(name)
+
+  with pytest.raises(ValueError, match='second') as caught:
+    with Loop() as loop:
+      loop.at_exit(lambda: fail('first'))
+      loop.at_exit(lambda: fail('second'))
+  assert caught.value.__notes__ == ['After that: first']
+
+
+def test_a_loop_ends_what_runs_then_closes_in_reverse():
+  order = []
+
+  async def close(name):
+    order.append(name)
+
+  async def forever():
+    try:
+      await asyncio.sleep(60)
+    finally:
+      order.append('ended')
+
+  with Loop() as loop:
+    loop.at_exit(lambda: close('first'))
+    loop.at_exit(lambda: close('second'))
+    loop.start(forever())
+    loop.run(asyncio.sleep(0.01))
+  assert order == ['ended', 'second', 'first']
+
+
+def test_further_questions_of_a_step_are_its_own_when_it_is_taken_again():
+  start, stream = Rollouts(), Stream()
+  for go in start.go.values():
+    go.set()
+  with Signals() as signals:
+    one = make(signals, stream, start, 0)
+    before = one.state()
+    one.take(0)
+    more = one.more(0, 2)
+    assert [g[0].question.id for g in more.groups] == ['q2', 'q3']
+    ended = one.give_back(0, True)
+    assert [t.question.id for t in ended] == ['q0', 'q1', 'q2', 'q3']
+    assert one.state() == before
+    kept = one.encode()
+  start, stream = Rollouts(), Stream()
+  for go in start.go.values():
+    go.set()
+  with Signals() as signals:
+    again = make(signals, stream, start, 0)
+    again.decode(kept)
+    again.take(0)
+    again.more(0, 2)
+    # The failed one alone is sampled again.
+    assert start.sampled == [(0, 'q1')]
+    assert again.state() == {'at': 4}
+
+
+def test_a_question_that_comes_again_in_a_step_has_samples_of_its_own():
+  class Same(Stream):
+    def next(self, n):
+      self.at += n
+      return [Question(f'q{i % 2}', 'who') for i in range(self.at - n, self.at)]
+
+  start = Rollouts()
+  for go in start.go.values():
+    go.set()
+  with Signals() as signals:
+    one = make(signals, Same(), start, 0)
+    one.take(0)
+    for want in (['q0#2', 'q1#2'], ['q0#3', 'q1#3']):
+      found = one.more(0, 2)
+      assert [g[0].question.id for g in found.groups] == want
+    one.take(1)
+    assert [g[0].question.id for g in one.more(1, 2).groups] == ['q0#2', 'q1#2']
+
+
+def test_what_failed_takes_the_place_of_what_an_earlier_start_ended():
+  """A sampler sampled it again, with others that depend on it."""
+  q = Question('q', 'who')
+  one = collector._Step({}, {}, {'q'})
+  one.keep(trajectory(q, sample=0))
+  one.keep(trajectory(q, sample=1))
+  one.keep(trajectory(q, sample=0, end='failed'))
+  assert list(one.ended) == [('q', 1)] and len(one.seen) == 3
+
+
+def test_a_signal_that_does_not_wake_the_main_thread_is_seen():
+  """As if it had come just before that thread blocked."""
+
+  async def signalled():
+    os.kill(os.getpid(), signal.SIGTERM)
+    await asyncio.sleep(60)
+
+  blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+  try:
+    with Signals() as signals:
+      # Its thread takes the signal; only Python's main thread handles it.
+      signals.start(_unblock()).result()
+      with pytest.raises(Stopped):
+        signals.run(signalled())
+  finally:
+    signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+
+async def _unblock():
+  signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
