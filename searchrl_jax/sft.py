@@ -321,13 +321,12 @@ def _sft(config, workdir: str) -> dict[str, float]:
         learned = learner.step(mini)
       seconds = time.monotonic() - begin
       run.check_finite(learned, mini)
-      run.step += 1
       tokens = sum(int(b.lengths.sum()) for b in mini)
       learned = {**learned, 'tokens_per_second': tokens / seconds}
       shown = {'loss': 'sft/nll', 'tok_s': 'sft/tokens_per_second'}
       run.end_step(
         {f'sft/{k}': v for k, v in learned.items()},
-        **(shown if run.step % max(c.steps // 50, 1) == 0 else {}),
+        **(shown if (run.step + 1) % max(c.steps // 50, 1) == 0 else {}),
       )
   return run.metrics
 

@@ -128,17 +128,15 @@ def _train(config, workdir: str) -> dict[str, float]:
       scores = learner.scores(batch.minibatches, run.writer.timer)
       given = credit.assign(config, batch, **scores._asdict(), greedy=baseline)
 
-      # Advantages -> loss -> update -> engine.
+      # Advantages -> loss -> update; `end_step` publishes the weights.
       learned = learner.update(batch.minibatches, scores, given, run)
-      run.advance()
-
       metrics = {
         **{f'train/{k}': v for k, v in (learned | given.metrics).items()},
         **{f'reward/{k}': rewards.mean(v) for k, v in reward.parts.items()},
         **{f'batch/{k}': v for k, v in batch.counts.items()},
         **stats.metrics(),
         **health.signs(groups, env, batch.returns, reward.valid),
-        **collector.staleness(groups, run.step - 1, max_staleness),
+        **collector.staleness(groups, run.step, max_staleness),
         'time/engine_idle': rollouts.idle_seconds(),
         'reward': rewards.mean(batch.returns[reward.valid]),
         **learner.rates(),

@@ -320,7 +320,6 @@ def _train(config, workdir: str) -> dict[str, float]:
       pool.add([q for q in found.asked if q.source != game.DUMMY], found.shares)
       sampler.finish()
       pool.tick(run.step + 1)
-      run.advance()
       run.end_step(
         metrics | learner.rates(),
         [

@@ -90,8 +90,6 @@ class Session:
     self.metrics: dict[str, float] = {}
     self._engines: list[Any] = []
     self._identity: Mapping[str, Any] = {}
-    self._failure: Exception | None = None
-    self._report: Any = None
     self._publisher: publication.Publisher | None = None
     self._late = self._owed = False  # owed: the evaluation of the last step
 
@@ -294,10 +292,13 @@ class Session:
   def done(self) -> bool:
     return self._late or self.step >= self._steps
 
-  def publish(self, kind: str = '') -> None:
+  def publish(self, kind: str = '') -> float:
     """Loads the trained weights into the engine and verifies them.
 
     kind: 'full' or 'adapter', see `WeightsUpdate`; '': what training changes.
+
+    Returns:
+      `SyncReport.canary_max_diff`, of the process where it is largest.
 
     Raises:
       SyncError: the engine does not hold them.
@@ -319,7 +320,7 @@ class Session:
       reports = cluster.gather('sync', lambda: self.signals.finish(check()))
       if self._publisher:
         self._publisher.prune(self.step)
-      self._report = max(reports, key=lambda r: r.canary_max_diff)
+      return max(r.canary_max_diff for r in reports)
 
   def rest(self) -> None:
     """Confirms that a step's rollouts have ended, and lets the engine rest.
@@ -373,30 +374,17 @@ class Session:
       )
       raise cluster.on_all(signals.NonFinite(text))
 
-  def advance(self) -> None:
-    """Counts the step and publishes its weights.
-
-    If publishing fails, or a signal came, the step still counts, since its
-    update is complete: `end_step` saves it and raises.
-    """
-    self.step += 1
-    self._failure = self._report = None
-    try:
-      cluster.agree('wake', lambda: self.signals.finish(self.engine.wake()))
-      if not self._stops():
-        self.publish()
-    except Exception as e:
-      if cluster.alone(e):
-        raise  # the others wait for this process
-      self._failure = e
-
   def end_step(
     self,
     metrics: Mapping[str, float],
     trajectories: Sequence[Mapping[str, Any]] = (),
     **progress: str,
   ) -> None:
-    """Evaluates and saves if that is due, and writes the step.
+    """Counts the step, publishes its weights, evaluates and saves if that is
+    due, and writes the step.
+
+    If publishing fails, or a signal came, the step still counts, since its
+    update is complete.
 
     Args:
       metrics: of the step.
@@ -408,11 +396,12 @@ class Session:
         config.rollout.mismatch_alarm. Any error of publishing or evaluating.
         The run is saved in each case.
     """
-    metrics, config, report = dict(metrics), self.config, self._report
+    metrics, config, failure = dict(metrics), self.config, None
+    self.step += 1
     if self.engine is not None:
-      differ = report.canary_max_diff if report else np.nan
+      differ, failure = self._advance()
       metrics['sync/canary_max_diff'] = differ
-    failure = self._failure or self._mismatch(metrics)
+    failure = failure or self._mismatch(metrics)
     late = lambda: 0 < self._seconds < time.monotonic() - self._started
     self._late = cluster.first('time', late)
     stop = self._stops()
@@ -447,6 +436,21 @@ class Session:
     if stop:
       text = f'stopped by a signal after step {self.step}; saved'
       raise cluster.on_all(signals.Stopped(text))
+
+  def _advance(self) -> tuple[float, Exception | None]:
+    """Publishes the weights of the step, unless a signal came.
+
+    Returns:
+      `SyncReport.canary_max_diff`, and the error that all processes have.
+    """
+    try:
+      cluster.agree('wake', lambda: self.signals.finish(self.engine.wake()))
+      differ = np.nan if self._stops() else self.publish()
+    except Exception as e:
+      if cluster.alone(e):
+        raise  # the others wait for this process
+      return np.nan, e
+    return differ, None
 
   def _stops(self) -> bool:
     """Whether a signal came to any process."""
