@@ -81,6 +81,7 @@ class WeightsUpdate:
   params: Any  # a pytree of arrays, or a path to a published checkpoint
   version: int
   kind: str = 'full'
+  manifest: Mapping[str, str] | None = None  # of `params`, if it is known
 
 
 @dataclasses.dataclass(frozen=True)

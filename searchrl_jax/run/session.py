@@ -213,7 +213,7 @@ class Session:
       self.signals.finish(given)
     return engine
 
-  def _own(self, params: Any) -> Any:
+  def _own(self, params: Any, manifest: Mapping | None = None) -> Any:
     """What the engines of several processes load: one in process a copy on its
     own devices, servers a folder that all processes write together."""
     config, cfg = self.config.engine, self.cfg
@@ -231,7 +231,7 @@ class Session:
       folder = self.workdir / 'published'
       self._publisher = publication.Publisher(folder, cfg, config.dtype)
       self._stack.callback(self._publisher.clear)
-    return self._publisher.publish(params, self.step).path
+    return self._publisher.publish(params, self.step, manifest).path
 
   # The steps.
 
@@ -314,7 +314,7 @@ class Session:
         # What all processes compute together comes first.
         wanted = np.asarray(logps(np.asarray(self._canary, np.int32)))
         published = sync.manifest(params, self.engine.dtype)
-        params, logps = self._own(params), lambda ids: wanted
+        params, logps = self._own(params, published), lambda ids: wanted
       how = self.step, self._canary, logps, limit, kind, published
       check = functools.partial(sync.sync_and_verify, self.engine, params, *how)
       reports = cluster.gather('sync', lambda: self.signals.finish(check()))

@@ -351,15 +351,15 @@ class VllmEngine(core.Engine):
     return found
 
   def _publish(self, update: core.WeightsUpdate) -> published.Published:
-    params, version = update.params, update.version
+    params, version, known = update.params, update.version, update.manifest
     if not isinstance(params, Mapping):
       return published.open_published(params)
     adapters, base = lora.split(self._cfg, params)
     if not self._cfg.lora:
-      return self._publisher.publish(params, version)
+      return self._publisher.publish(params, version, known)
     if update.kind == 'full':
-      self._base = self._publisher.publish(base, version)
-    adapter = self._publisher.publish_adapter(adapters, version)
+      self._base = self._publisher.publish(base, version, known)
+    adapter = self._publisher.publish_adapter(adapters, version, known)
     return dataclasses.replace(self._base, version=version, adapter=adapter)
 
 

@@ -10,6 +10,7 @@ a whole is one file, which a server maps. A version's folder appears only when
 it is complete. `weights.published` reads it.
 """
 
+from collections.abc import Mapping
 import dataclasses
 import functools
 import pathlib
@@ -50,6 +51,12 @@ def _served(x, tensor: hf_tensors.Tensor, dtype, turn: int) -> jax.Array:
   return x
 
 
+def _manifest(flat, dtype: str, known: Mapping[str, str] | None):
+  if known is None:
+    return checksum.checksums(flat, dtype)
+  return {name: known[name] for name in flat}
+
+
 class Publisher:
   """Writes versions into a folder and deletes old ones.
 
@@ -69,11 +76,15 @@ class Publisher:
     self._written: set[int] = set()  # versions
     self._adapters: dict[int, pathlib.Path] = {}  # version -> folder
 
-  def publish(self, params: dict, version: int) -> published.Published:
+  def publish(
+    self, params: dict, version: int, manifest: Mapping[str, str] | None = None
+  ) -> published.Published:
     """Writes a version, shard by shard; returns when it is complete.
 
     Replaces an existing publication of the same version: it may be incomplete,
     or have been written before a resume.
+
+    manifest: checksums of the parameters, if they are known; or of more.
 
     Raises:
       ValueError: parameters that are not those of the model, by name.
@@ -84,7 +95,7 @@ class Publisher:
       'version': version,
       'dtype': self._dtype,
       'config': families.fields(self._cfg),
-      'manifest': checksum.checksums(flat, self._dtype),
+      'manifest': _manifest(flat, self._dtype, manifest),
       'shapes': {name: tuple(flat[name].shape) for name in sorted(flat)},
     }
     done = published.Published(pathlib.Path(), **extras)
@@ -113,7 +124,12 @@ class Publisher:
     if parent and self._memory:
       self._files = checkpoint.Checkpointer(self._memory.path, None, '')
 
-  def publish_adapter(self, adapters: dict, version: int) -> published.Weights:
+  def publish_adapter(
+    self,
+    adapters: dict,
+    version: int,
+    manifest: Mapping[str, str] | None = None,
+  ) -> published.Weights:
     """Writes adapters alone, see `models.lora`; otherwise as `publish`.
 
     They must have a scale of 1 (`lora.served`): a server multiplies B by it.
@@ -128,7 +144,7 @@ class Publisher:
     return published.Weights(
       path,
       self._dtype,
-      manifest=checksum.checksums(flat),
+      manifest=_manifest(flat, self._dtype, manifest),
       shapes={name: tuple(x.shape) for name, x in flat.items()},
     )
 

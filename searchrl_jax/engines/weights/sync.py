@@ -84,7 +84,8 @@ async def sync_and_verify(
     for replica, handle in probes:
       await replica.generate(handle, _probe(1))
       replica.truncate(handle, len(canary))
-    report = await engine.sync(core.WeightsUpdate(params, version, kind))
+    update = core.WeightsUpdate(params, version, kind, published)
+    report = await engine.sync(update)
     got = {engine.version, report.version}
     what = f'version {version} was published; the engine reports {got}'
     _require(got == {version}, what)
