@@ -21,7 +21,7 @@ The server holds the passages (retrieval/README.md). Arguments:
 2WikiMultihopQA is the set `two_wiki`, because the name of a flag cannot begin
 with a digit: --config.data.eval.two_wiki.n=100. The number of hops is known for
 HotpotQA, 2WikiMultihopQA and MuSiQue, whose records contain it.
-experiments/EVALUATION.md explains the figures. This config trains nothing, and
+docs/evaluation.md explains the figures. This config trains nothing, and
 no checkpoint is selected.
 """
 

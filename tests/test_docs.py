@@ -24,8 +24,8 @@ FILE = re.compile(
   r'`((?:searchrl_jax|retrieval|configs|experiments|tests|tools|docs)/'
   r'[\w./-]+\.(?:py|md|json|sh|png))'
 )
-CONTRIBUTING = (ROOT / 'CONTRIBUTING.md').read_text()
-SECTIONS = re.findall(r'^## (Add an? .*)$', CONTRIBUTING, re.M)
+EXTENDING = (ROOT / 'docs/extending.md').read_text()
+SECTIONS = re.findall(r'^## (Add an? .*)$', EXTENDING, re.M)
 
 
 def prose(text: str) -> str:
@@ -83,11 +83,11 @@ def test_what_code_cites_of_the_design_exists():
 
 @pytest.fixture
 def contributor(tmp_path, monkeypatch):
-  """Writes the files of CONTRIBUTING.md where imports find them."""
+  """Writes the files of docs/extending.md where imports find them."""
   for name in ('mine', 'configs'):
     (tmp_path / name).mkdir()
   for path, code in re.findall(
-    r'^```python\n# file: (\S+)\n(.*?)^```', CONTRIBUTING, re.M | re.S
+    r'^```python\n# file: (\S+)\n(.*?)^```', EXTENDING, re.M | re.S
   ):
     (tmp_path / path).write_text(code)
   monkeypatch.syspath_prepend(str(tmp_path))
@@ -104,14 +104,14 @@ def contributor(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize('section', SECTIONS)
 def test_examples_of_contributing_run(section, contributor):
-  text = CONTRIBUTING.split(f'## {section}\n')[1].split('\n## ')[0]
+  text = EXTENDING.split(f'## {section}\n')[1].split('\n## ')[0]
   tried = 0
   for code in re.findall(r'^```python\n(.*?)^```', text, re.M | re.S):
     kind, _, target = code.partition('\n')[0].partition(': ')
     if kind == '# file':
       compile(code, target, 'exec')
     else:
-      exec(compile(code, f'CONTRIBUTING.md, {section}', 'exec'), {})
+      exec(compile(code, f'extending.md, {section}', 'exec'), {})
       tried += 1
   assert tried == 1
 

@@ -560,7 +560,7 @@ def test_claims_are_shown_at_the_default_rate_too(tmp_path):
 
 
 def test_the_page_has_the_committed_results():
-  page = (ROOT / 'docs/arena.md').read_text().splitlines()
+  page = (ROOT / 'experiments/arena/README.md').read_text().splitlines()
   found = json.loads((run.HERE / 'results.json').read_text())
   assert {*results.show_claims(found).splitlines()} <= {*page}
   mixtures = results.show_mixtures(found)
