@@ -28,8 +28,7 @@ import pathlib
 
 from absl import flags
 
-from experiments import table
-from experiments.benchmarks import common
+from experiments import common, table
 from experiments.table import Bar
 from searchrl_jax.run import command
 from searchrl_jax.store import records

@@ -14,7 +14,7 @@ import pathlib
 
 from absl import app
 
-from experiments.benchmarks import common
+from experiments import common
 from searchrl_jax.sweep.figures import Interval, show
 
 

@@ -28,8 +28,8 @@ import pathlib
 from absl import flags
 import pandas as pd
 
+from experiments import common
 from experiments.arena import arms, results
-from experiments.benchmarks import common
 from searchrl_jax import lookup, schema
 from searchrl_jax.run import command
 from searchrl_jax.store import records

@@ -30,7 +30,7 @@ from absl import flags
 from rich import console, table
 
 from configs import atlas as recipe
-from experiments.benchmarks import common
+from experiments import common
 from searchrl_jax.evaluate import policy as evaluate
 from searchrl_jax.rewards import scores
 from searchrl_jax.run import build, command

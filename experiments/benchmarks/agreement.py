@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.benchmarks import common
+from experiments import common
 from experiments.benchmarks.engines import make_tokenizer
 from experiments.benchmarks.sampler import CASES
 from searchrl_jax import schema as config_lib

@@ -30,7 +30,8 @@ import time
 from absl import app, flags
 import numpy as np
 
-from experiments.benchmarks import common, generated, scale
+from experiments import common
+from experiments.benchmarks import generated, scale
 from retrieval.index import bm25
 
 K, BATCH = 10, 128

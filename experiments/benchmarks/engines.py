@@ -28,7 +28,8 @@ from absl import app, flags
 import jax
 import numpy as np
 
-from experiments.benchmarks import common, multiturn
+from experiments import common
+from experiments.benchmarks import multiturn
 from experiments.benchmarks.sampler import CASES, NEW, PROMPT, ROWS
 from searchrl_jax import schema as config_lib
 from searchrl_jax.devices.signals import Loop

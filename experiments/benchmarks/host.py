@@ -37,7 +37,7 @@ from ml_collections import ConfigDict
 import numpy as np
 
 from configs import search_r1
-from experiments.benchmarks import common
+from experiments import common
 from searchrl_jax.devices.signals import Loop
 from searchrl_jax.engines.core import Completion
 from searchrl_jax.evaluate import health

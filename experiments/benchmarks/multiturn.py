@@ -31,7 +31,7 @@ import jax
 from ml_collections import ConfigDict
 import numpy as np
 
-from experiments.benchmarks import common
+from experiments import common
 from searchrl_jax import schema as config_lib
 from searchrl_jax.engines.core import Sampling
 from searchrl_jax.engines.jax import device

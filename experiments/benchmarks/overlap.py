@@ -35,7 +35,8 @@ from absl import app, flags
 import numpy as np
 
 from configs import quickstart
-from experiments.benchmarks import common, multiturn
+from experiments import common
+from experiments.benchmarks import multiturn
 from searchrl_jax import schema as config_lib
 from searchrl_jax import sft, train
 from searchrl_jax.devices.signals import Signals

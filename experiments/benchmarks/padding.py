@@ -24,7 +24,7 @@ import time
 from absl import app, flags
 import numpy as np
 
-from experiments.benchmarks import common
+from experiments import common
 
 LIMIT, MEAN = 4608, 1100
 BEFORE = dict(lengths=(1024, 2048, 3072, 4608), tokens=18432)

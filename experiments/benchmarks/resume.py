@@ -18,7 +18,7 @@ import tempfile
 
 from absl import app, flags
 
-from experiments.benchmarks import common
+from experiments import common
 
 PLACES = ('update', 'save', 'rollout')
 

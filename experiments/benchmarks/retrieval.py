@@ -33,7 +33,8 @@ from absl import app, flags
 import numpy as np
 
 from configs import wiki_nq
-from experiments.benchmarks import common, retrieval_build
+from experiments import common
+from experiments.benchmarks import retrieval_build
 from retrieval import client as client_lib
 from retrieval import process
 from retrieval.index import folder as folder_lib

@@ -34,7 +34,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 import numpy as np
 
-from experiments.benchmarks import common
+from experiments import common
 from retrieval.index import dense_programs
 from retrieval.index.dense_programs import GROUP, Programs
 from searchrl_jax.aot import hlo

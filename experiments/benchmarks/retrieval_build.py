@@ -25,7 +25,7 @@ import time
 
 import numpy as np
 
-from experiments.benchmarks import common
+from experiments import common
 
 K = 3
 _SECONDS = 0.02  # between two looks at the memory of a build

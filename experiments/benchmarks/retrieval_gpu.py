@@ -32,7 +32,7 @@ import jax.numpy as jnp
 import numpy as np
 import safetensors.numpy
 
-from experiments.benchmarks import common
+from experiments import common
 from retrieval.index.dense_jax import DenseJax
 from retrieval.index.encoder import Encoder
 from tests.golden import encoders as golden

@@ -41,7 +41,8 @@ import time
 from absl import app, flags
 import numpy as np
 
-from experiments.benchmarks import common, generated
+from experiments import common
+from experiments.benchmarks import generated
 
 WIKI = 21_015_324  # passages of wiki-18
 STEPS = ('generate', 'store', 'bm25', 'search', 'vectors', 'flat', 'ivf')

@@ -18,7 +18,7 @@ import time
 from absl import app, flags
 
 from configs import quickstart
-from experiments.benchmarks import common
+from experiments import common
 from searchrl_jax import sft, train
 from searchrl_jax.run import build
 

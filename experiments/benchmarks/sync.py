@@ -36,7 +36,7 @@ import jax
 import jax.numpy as jnp
 import psutil
 
-from experiments.benchmarks import common
+from experiments import common
 from searchrl_jax.engines.vllm import client, launcher
 from searchrl_jax.engines.weights import checksum, publication, published, sync
 from searchrl_jax.models import decoder, families, lora

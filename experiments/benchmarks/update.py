@@ -25,7 +25,7 @@ import time
 
 from absl import app, flags
 
-from experiments.benchmarks import common
+from experiments import common
 from experiments.benchmarks.update_torch import peak_bytes
 
 HUGE_PAGES = {'GLIBC_TUNABLES': 'glibc.malloc.hugetlb=1'}

@@ -17,7 +17,7 @@ import time
 
 from absl import app, flags
 
-from experiments.benchmarks import common
+from experiments import common
 
 STEPS, QUESTIONS, GROUP = 5, 50, 8
 TOKENS = 2000

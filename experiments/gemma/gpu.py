@@ -14,7 +14,7 @@ import time
 
 from absl import flags
 
-from experiments.benchmarks import common
+from experiments import common
 from experiments.gemma import carry
 from searchrl_jax import lookup
 from searchrl_jax.run import command

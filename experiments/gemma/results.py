@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.benchmarks import common
+from experiments import common
 from experiments.gemma import questions
 from experiments.gemma.rows import TRAINED
 from searchrl_jax import schema

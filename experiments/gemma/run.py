@@ -23,7 +23,7 @@ import pathlib
 
 from absl import flags
 
-from experiments.benchmarks import common
+from experiments import common
 from experiments.gemma import baselines, questions, results, rows
 from searchrl_jax import fetch, lookup, prune, read, schema, view
 from searchrl_jax.data import core as data

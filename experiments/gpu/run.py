@@ -23,7 +23,7 @@ import time
 
 from absl import app, flags
 
-from experiments.benchmarks import common
+from experiments import common
 
 LIMIT = 480.0  # seconds of a stage
 _QUICK = '--xla_backend_optimization_level=0'

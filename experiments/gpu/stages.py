@@ -2,7 +2,7 @@
 
   python -m experiments.gpu.stages --stage=update --out=runs/gpu [--small]
 
-Writes OUT/STAGE.json: the record of `benchmarks/common.py` with `status`, which
+Writes OUT/STAGE.json: the record of `common.py` with `status`, which
 is 'done', or 'skipped' with a `reason`.
 """
 
@@ -27,7 +27,8 @@ import jax
 from ml_collections import ConfigDict
 import numpy as np
 
-from experiments.benchmarks import common, retrieval_gpu
+from experiments import common
+from experiments.benchmarks import retrieval_gpu
 from experiments.benchmarks.sampler import Ids
 from experiments.gpu import recipe
 from searchrl_jax import train

@@ -13,7 +13,7 @@ from absl import app, flags
 import jax
 import jax.numpy as jnp
 
-from experiments.benchmarks import common
+from experiments import common
 from searchrl_jax.models import attention
 
 B, T, N, K, H, WINDOW = 2, 1024, 4, 1, 256, 512

@@ -23,7 +23,7 @@ from absl import flags
 from ml_collections import ConfigDict
 
 from configs import wiki_nq
-from experiments.benchmarks import common
+from experiments import common
 from searchrl_jax import sft, train
 from searchrl_jax.data import core as data
 from searchrl_jax.evaluate import grading

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from experiments.benchmarks import common
+from experiments import common
 from tests.conftest import ROOT
 
 CODE = """

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from experiments.benchmarks import common
+from experiments import common
 from experiments.gpu import run
 
 DONE = {
