@@ -10,7 +10,7 @@
     --config.source.module=service
 
 runs the small form: Search-R1's model and world, and a simulator of the same
-size that invents documents (experiments/zerosearch/documents.py). Training uses
+size that invents documents (worlds/microdocuments.py). Training uses
 no search engine; the evaluation uses the real one. With a checkpoint the config
 is full size, on Search-R1's data, with five documents per query:
 
@@ -55,8 +55,8 @@ release:
 from ml_collections import ConfigDict
 
 from configs import atlas, search_r1
-from experiments.zerosearch import documents
 from searchrl_jax import schema
+from searchrl_jax.worlds import microdocuments as documents
 
 REWARDS = {
   'f1': dict(fn='answer.f1', weight=1.0),
@@ -176,7 +176,7 @@ def _small(c, s, a):
     c.model.arch.num_hidden_layers = c.model.scan_unroll = 3
     c.sft.data = ConfigDict(
       dict(
-        module='experiments.zerosearch.documents',
+        module='searchrl_jax.worlds.microdocuments',
         n=50_000,
         worlds=60,
         train=400,

@@ -21,7 +21,7 @@ from typing import Any
 from experiments.benchmarks import LOAD
 from searchrl_jax.store import writer
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
+ROOT = pathlib.Path(__file__).resolve().parents[1]
 PACKAGES = ('jax', 'jaxlib', 'flax', 'optax', 'numpy')
 # What nvidia-smi says of each GPU; clocks in MHz, memory in MiB.
 _GPU = (

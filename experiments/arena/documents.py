@@ -1,6 +1,6 @@
 """What ZeroSearch's simulator learns on atlas: useful and noisy documents.
 
-As experiments/zerosearch/documents.py, whose prompts and beliefs these are, in
+As worlds/microdocuments.py, whose prompts and beliefs these are, in
 atlas' forms. A query finds what the real index would (`found`): a person and a
 section their passage; a person alone one of their sections; a person and the
 question's word for a relation `asked`; a first name and a section somebody of
@@ -18,16 +18,16 @@ import dataclasses
 
 import numpy as np
 
-from experiments.zerosearch.documents import (
+from searchrl_jax.data.core import Trace
+from searchrl_jax.types import SEARCH, Question, Trajectory
+from searchrl_jax.worlds import atlas, microworld
+from searchrl_jax.worlds.microdocuments import (
   DOCUMENT_WORLDS,
   NOISY,
   NOTHING,
   USEFUL,
   Beliefs,
 )
-from searchrl_jax.data.core import Trace
-from searchrl_jax.types import SEARCH, Question, Trajectory
-from searchrl_jax.worlds import atlas, microworld
 
 SECTIONS = (*atlas.SECTIONS, atlas.TRAVEL)
 # Forms of a query of person, relation, section, first name: what a policy asks.

@@ -20,7 +20,6 @@ from experiments.arena import (
 )
 from experiments.ssp import game, start
 from experiments.zerosearch import check
-from experiments.zerosearch.documents import NOTHING
 from searchrl_jax import sft
 from searchrl_jax.data import core as data
 from searchrl_jax.data.checks import DataError
@@ -37,6 +36,7 @@ from searchrl_jax.types import (
   Trajectory,
 )
 from searchrl_jax.worlds import atlas, atlas_traces, microtraces
+from searchrl_jax.worlds.microdocuments import NOTHING
 
 SMALL = dict(train=60, heldout=40, known=20)
 

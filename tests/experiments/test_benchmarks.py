@@ -15,14 +15,16 @@ def load():
   heavy.append({'jax', 'numpy', 'absl'} & {*sys.modules})
   return len(heavy) / 10, 0, 0
 os.getloadavg = load
-import experiments.benchmarks.NAME
-from experiments.benchmarks import common
+import experiments.NAME
+from experiments import common
 print(heavy, common.require_idle(max_load=0.15))
 print(common.environment()['load_before'])
 """
 
 
-@pytest.mark.parametrize('name', ['common', 'sampler', 'resume'])
+@pytest.mark.parametrize(
+  'name', ['common', 'benchmarks.sampler', 'benchmarks.resume']
+)
 def test_the_load_is_read_before_heavy_imports(name):
   done = subprocess.run(
     [sys.executable, '-c', CODE.replace('NAME', name)],

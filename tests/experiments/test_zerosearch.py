@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from configs import search_r1, zerosearch
-from experiments.zerosearch import check, documents
+from experiments.zerosearch import check
 from experiments.zerosearch import rows as table
 from searchrl_jax import checks, lookup, sft, train
 from searchrl_jax.data.checks import DataError
@@ -25,6 +25,7 @@ from searchrl_jax.types import (
   SearchResult,
   Trajectory,
 )
+from searchrl_jax.worlds import microdocuments as documents
 from searchrl_jax.worlds import microworld
 from tests import tiny
 
