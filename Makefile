@@ -20,7 +20,7 @@ endif
 
 .PHONY: help setup quickstart realistic sidecar test test-quick fuzz test-parity \
   test-cluster test-runbook test-notebooks test-sidecar test-aot \
-  setup-notebooks notebooks aot docs lint sizes clean
+  setup-notebooks notebooks aot docs lint dist sizes clean
 
 help:
 	@echo 'make quickstart             a small model learns to search (4 min); on a'
@@ -43,6 +43,7 @@ help:
 	@echo 'make test-aot               compiles the 3B programs for two topologies'
 	@echo 'make docs                   the documentation as a site: site/index.html'
 	@echo 'make lint                   ruff (rules, format), mypy'
+	@echo 'make dist                   wheel and sdist, tried outside the checkout'
 	@echo 'make sizes                  lines of code of each folder'
 	@echo 'make clean                  removes environments and run folders'
 
@@ -167,6 +168,9 @@ lint: setup
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
+
+dist: setup
+	@sh tools/dist.sh
 
 sizes:
 	@$(PYTHON) tools/sizes.py
