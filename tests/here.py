@@ -34,12 +34,12 @@ def run(module: str, *args, stdin: str = '') -> subprocess.CompletedProcess:
     pytest.raises(SystemExit) as end,
   ):
     # A module that is imported already is not to be warned of here.
-    known = sys.modules.pop(module, None)
+    own = module, f'{module}.__main__'
+    known = {name: sys.modules.pop(name, None) for name in own}
     try:
       runpy.run_module(module, run_name='__main__', alter_sys=True)
     finally:
-      if known:
-        sys.modules[module] = known
+      sys.modules.update({k: v for k, v in known.items() if v})
       for name in set(flags.FLAGS) - before:
         delattr(flags.FLAGS, name)
   status = end.value.code or 0

@@ -14,9 +14,7 @@ from tests.evaluate.test_ledger import manifest
 
 
 def command(*args, **kw):
-  return test_commands.command(
-    'compare', *args, package='searchrl_jax.evaluate', **kw
-  )
+  return test_commands.command('evaluate.compare', *args, **kw)
 
 
 def rows(em, name='a', hops=lambda i: 1 + i % 2):

@@ -71,11 +71,7 @@ def test_questions_without_a_corpus_are_answered_without_searches(runs):
 
 def test_one_run_alone_is_refused(runs, tmp_path):
   _, err = test_commands.command(
-    'versus',
-    runs[0],
-    f'--out={tmp_path}',
-    package='searchrl_jax.evaluate',
-    status=2,
+    'evaluate.versus', runs[0], f'--out={tmp_path}', status=2
   )
   assert 'two or more run folders' in err
 
