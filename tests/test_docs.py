@@ -1,9 +1,12 @@
 """Documentation: links lead to files, and the examples run as written."""
 
+import ast
 import importlib
+import json
 import re
 import subprocess
 import sys
+import types
 
 import pytest
 
@@ -24,6 +27,7 @@ FILE = re.compile(
   r'`((?:searchrl_jax|retrieval|configs|experiments|tests|tools|docs)/'
   r'[\w./-]+\.(?:py|md|json|sh|png))'
 )
+OURS = 'searchrl_jax', 'retrieval', 'configs', 'experiments'
 EXTENDING = (ROOT / 'docs/extending.md').read_text()
 SECTIONS = re.findall(r'^## (Add an? .*)$', EXTENDING, re.M)
 
@@ -126,3 +130,30 @@ def test_sizes_are_printed():
   )
   assert re.search(r'^configs +[\d,]+ +\d+$', done.stdout, re.M)
   assert 'above 1: configs/quickstart.py' in done.stdout
+
+
+@pytest.mark.parametrize('path', sorted((ROOT / 'notebooks').glob('*.ipynb')))
+def test_a_notebook_uses_names_that_exist(path):
+  cells = json.loads(path.read_text())['cells']
+  lines = [
+    line.rstrip()
+    for cell in cells
+    if cell['cell_type'] == 'code'
+    for line in ''.join(cell['source']).splitlines()
+    if not line.lstrip().startswith(('!', '%'))
+  ]
+  tree, modules = ast.parse('\n'.join(lines)), {}
+  for node in ast.walk(tree):
+    if isinstance(node, ast.ImportFrom) and node.module.startswith(OURS):
+      for alias in node.names:
+        found = importlib.import_module(node.module)
+        if not hasattr(found, alias.name):
+          importlib.import_module(f'{node.module}.{alias.name}')
+        value = getattr(found, alias.name)
+        if isinstance(value, types.ModuleType):
+          modules[alias.asname or alias.name] = value
+  assert modules
+  for node in ast.walk(tree):
+    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+      module = modules.get(node.value.id)
+      assert module is None or hasattr(module, node.attr), ast.unparse(node)

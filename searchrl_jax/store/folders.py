@@ -134,13 +134,22 @@ def _taken(file: Any, folder: pathlib.Path, stack: contextlib.ExitStack) -> str:
       # another start may have read it before, and come here later.
       name = hashlib.sha256(text.encode()).hexdigest()[:16]
       open(path.with_name(f'{_OWNER}.{name}'), 'x').close()
+      if _text(path) != text:  # it ended before, and another one has the folder
+        return f'{used} ({hint})'
       path.unlink()
     with open(path, 'x') as mine:
-      stack.callback(path.unlink, missing_ok=True)
-      json.dump([socket.gethostname(), os.getpid(), time.time_ns()], mine)
+      me = json.dumps([socket.gethostname(), os.getpid(), time.time_ns()])
+      stack.callback(_release, path, me)
+      mine.write(me)
   except FileExistsError:
     return f'{used} ({hint})'
   return ''
+
+
+def _release(path: pathlib.Path, own: str) -> None:
+  """Removes the file of a folder's owner if it is this one, or not written."""
+  if _text(path) in (own, ''):
+    path.unlink(missing_ok=True)
 
 
 def _text(path: pathlib.Path) -> str | None:
@@ -158,7 +167,7 @@ def _owner(folder: pathlib.Path, text: str) -> str:
   """
   try:
     host, process, *_ = json.loads(text)
-  except ValueError:  # it is being written
+  except (TypeError, ValueError):  # it is being written
     return 'a process that has just begun'
   if host == socket.gethostname():
     try:

@@ -90,7 +90,7 @@ def starts(folder: os.PathLike | str) -> list[dict[str, Any]]:
   except (ValueError, TypeError, KeyError):
     found = None
   require(
-    isinstance(found, list),
+    isinstance(found, list) and all(isinstance(x, dict) for x in found),
     f'{path} is in the way: no run wrote it. Use another folder; or remove the '
     'file, if it is damaged',
   )

@@ -482,8 +482,12 @@ def test_without_locks_another_machine_is_named(tmp_path, monkeypatch):
   assert not owner.exists()
 
 
-def test_one_start_takes_over_from_a_dead_one(tmp_path, monkeypatch):
-  """Where the file system has no locks, and three starts come at once."""
+@pytest.mark.parametrize('ended', [False, True])
+def test_one_start_takes_over_from_a_dead_one(tmp_path, monkeypatch, ended):
+  """Where the file system has no locks, and three starts come at once.
+
+  ended: the first has removed its file when the second asks whether it lives.
+  """
 
   def flock(*_):
     raise OSError(errno.ENOTSUP, 'Operation not supported')
@@ -499,6 +503,8 @@ def test_one_start_takes_over_from_a_dead_one(tmp_path, monkeypatch):
     def meanwhile(folder, text):
       found = real(folder, text)
       if not others:
+        if ended:
+          owner.unlink()
         others.append(folders.locked(tmp_path))
         threads.submit(stack.enter_context, others[0]).result()
       return found
@@ -549,7 +555,7 @@ def test_what_no_run_wrote_stays(tmp_path):
   records.write_text(mine, 'mine')
   model, other = tmp_path / 'config.json', tmp_path / 'environment.json'
   for path in (model, other):
-    for text in ('{"name": "mine"}', '{"starts": null}', '[]', '{'):
+    for text in ('{"name": "mine"}', '{"starts": [1]}', '[]', '{'):
       path.write_text(text)
       for start in (open_writer, lambda x: folders.locked_once(x).__enter__()):
         with pytest.raises(RunError, match=f'{path.name} is in the way: no'):
