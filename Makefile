@@ -23,7 +23,7 @@ endif
   setup-notebooks notebooks aot docs lint dist sizes clean
 
 help:
-	@echo 'make quickstart             a small model learns to search (4 min); on a'
+	@echo 'make quickstart             a small model learns to search (5 min); on a'
 	@echo '                            GPU if there is one, ACCELERATOR=cpu|gpu'
 	@echo 'make quickstart CONTROLS=1  the same, then the control runs'
 	@echo 'make realistic              GRPO of a real language model on real text (hours)'

@@ -32,6 +32,7 @@ LIGHT = (
   'text.prompts',
   'text.tokenizer',
   'models.families',
+  'models.hf_config',
   'models.hf_tensors',
   'engines.core',
   'sources.core',

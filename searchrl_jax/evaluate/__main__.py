@@ -22,6 +22,7 @@ from searchrl_jax import lookup
 from searchrl_jax.devices import cluster
 from searchrl_jax.evaluate import policy
 from searchrl_jax.run import command
+from searchrl_jax.store import records
 
 
 def main():
@@ -34,7 +35,7 @@ def main():
   policy.answer(config, workdir, out, what)
   if not cluster.main():
     return
-  policy.show(json.loads((pathlib.Path(out) / policy.EVAL).read_text()))
+  policy.show(json.loads(pathlib.Path(out, records.EVAL).read_text()))
   print(f'trajectories and figures: {out}')
 
 

@@ -27,8 +27,7 @@ from searchrl_jax.store import checkpoint, folders, progress, records, remote
 from searchrl_jax.store.writer import Writer, environment
 from searchrl_jax.types import Question
 
-EVAL = records.EVAL
-RESULTS = EVAL, ledger.ROWS, ledger.MANIFEST
+RESULTS = records.EVAL, ledger.ROWS, ledger.MANIFEST
 
 
 class Loaded(NamedTuple):
@@ -273,7 +272,7 @@ def answer(config, workdir: str, out: str, what: Asked) -> dict[str, float]:
       checkpoint=measured,
     )
     records.write_json(folder / ledger.MANIFEST, content)
-    records.write_json(folder / EVAL, values | seconds | step)
+    records.write_json(folder / records.EVAL, values | seconds | step)
     remote.push_all()  # before another command may prune this folder
   return values
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from searchrl_jax import lookup
-from searchrl_jax.models import families, hf_tensors, pretrained
+from searchrl_jax.models import families, hf_config, hf_tensors, pretrained
 
 VERSION = 1  # of what `to_folder` makes of a file
 _FAMILIES = {
@@ -175,8 +175,8 @@ def config_of(fields: dict[str, Any], tensors) -> dict[str, Any]:
     for k, v in _SPECIAL.items()
     if _TOKENS + v in fields
   }
-  full = families.parse_config(out)
-  return families.format_config(full, like={**out, **ids})
+  full = hf_config.parse_config(out)
+  return hf_config.format_config(full, like={**out, **ids})
 
 
 def name_of(tensor: hf_tensors.Tensor) -> str:

@@ -17,7 +17,14 @@ from retrieval import files
 from searchrl_jax import lookup
 from searchrl_jax.devices import sharding
 from searchrl_jax.lookup import ConfigError
-from searchrl_jax.models import decoder, families, gguf, lora, pretrained
+from searchrl_jax.models import (
+  decoder,
+  families,
+  gguf,
+  hf_config,
+  lora,
+  pretrained,
+)
 from searchrl_jax.store import checkpoint, folders, progress, records, remote
 
 BASE = 'base'  # in a run folder: a checkpoint of the parameters beside adapters
@@ -108,7 +115,7 @@ def model_config(config: ConfigDict, vocab_size: int):
     hf = {'vocab_size': vocab_size} | config.model.arch.to_dict()
   with lookup.of(where):
     cfg = pretrained.decoder_config(hf, **flags)
-  most, trained = config.env.max_tokens, families.context(hf)
+  most, trained = config.env.max_tokens, hf_config.context(hf)
   if trained and most > trained:
     logging.warning(
       f'config.env.max_tokens={most} is above max_position_embeddings={trained}'

@@ -23,7 +23,7 @@ import safetensors.numpy
 
 from searchrl_jax import lookup
 from searchrl_jax.devices import sharding
-from searchrl_jax.models import decoder, families, hf_tensors, rotary
+from searchrl_jax.models import decoder, families, hf_config, hf_tensors, rotary
 
 INDEX = 'model.safetensors.index.json'
 SINGLE = 'model.safetensors'
@@ -57,9 +57,9 @@ def decoder_config(hf: Mapping[str, Any], **flags) -> decoder.DecoderConfig:
   flags: fields that a config.json does not have (dtype of activations, remat).
 
   Raises:
-    ValueError: see `families.parse_config`.
+    ValueError: see `hf_config.parse_config`.
   """
-  fields = families.parse_config(hf)
+  fields = hf_config.parse_config(hf)
   if fields['rope_scaling'] is not None:
     fields['rope_scaling'] = rotary.RopeScaling(**fields['rope_scaling'])
   return decoder.DecoderConfig(**fields, **flags)
@@ -300,7 +300,7 @@ def save(
     OSError: the disk.
   """
   flat, table = decoder.flatten_checked(cfg, params), tensor_table(cfg)
-  config = families.format_config(dataclasses.asdict(cfg), like=like)
+  config = hf_config.format_config(dataclasses.asdict(cfg), like=like)
 
   def read(name: str) -> np.ndarray:
     x, tensor = flat[table[name].path], table[name]
@@ -329,7 +329,7 @@ def write_folder(
   """Writes config.json and tensors beside `path`, which then gets its name.
 
   Args:
-    config: of `families.format_config`.
+    config: of `hf_config.format_config`.
     table: the tensors by name.
     read: name -> the tensor in Hugging Face's layout.
     dtype: of the stored tensors.

@@ -238,7 +238,7 @@ def _is_hidden(name: str) -> bool:
 
 
 def _prune(folder: pathlib.Path, drop: Callable[[str], bool]) -> None:
-  """Removes files of a local copy by their names, but for folders in use."""
+  """Removes files of a local copy by their names, but for subfolders in use."""
   used = [
     lock.parent
     for lock in folder.rglob('*/.lock')

@@ -10,7 +10,7 @@ import pytest
 
 from searchrl_jax.engines.weights import publication, published
 from searchrl_jax.engines.weights.published import PublishedError
-from searchrl_jax.models import families
+from searchrl_jax.models import families, hf_config
 from tests.conftest import ROOT
 from tests.engines.common import CFG, make_params
 
@@ -134,7 +134,7 @@ def test_a_server_starts_with_the_config_and_the_tokenizers_files(tmp_path):
   config = json.loads((tmp_path / 's/config.json').read_text())
   assert config['torch_dtype'] == 'bfloat16'
   assert config['max_position_embeddings'] == 40_000
-  assert families.parse_config(config) == FIELDS
+  assert hf_config.parse_config(config) == FIELDS
   assert {p.name for p in (tmp_path / 's').iterdir()} == {
     'config.json',
     'tokenizer.json',

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from searchrl_jax.models import decoder, families, hf_tensors
+from searchrl_jax.models import decoder, families, hf_config, hf_tensors
 from tests.golden import models
 
 LLAMA = models.CONFIGS['llama3.1']
@@ -50,7 +50,7 @@ def shapes(fields):
 
 def test_published_configs():
   """Figures of the model cards."""
-  qwen = families.parse_config(
+  qwen = hf_config.parse_config(
     {
       'model_type': 'qwen2',
       'hidden_size': 2048,
@@ -87,7 +87,7 @@ def test_published_configs():
     'local_theta': 1e4,
   }
   assert tuple(qwen) == families.FIELDS
-  llama = families.parse_config(
+  llama = hf_config.parse_config(
     {
       'architectures': ['LlamaForCausalLM'],
       'model_type': 'llama',
@@ -134,15 +134,15 @@ def test_gemma_by_its_card():
     'sliding_window': 1024,
   }
   config = {'model_type': 'gemma3', 'text_config': text, 'eos_token_id': [1]}
-  got = families.parse_config(config)
-  assert got == families.parse_config(families.NAMED['gemma-3-4b'])
+  got = hf_config.parse_config(config)
+  assert got == hf_config.parse_config(families.NAMED['gemma-3-4b'])
   assert (got['window'], got['global_every']) == (1024, 6)
   assert got['head_dim'] == 256 and got['tied'] and got['query_scale'] == 1.0
   assert got['rope_theta'] == 1e6 and got['local_theta'] == 1e4
-  written = families.format_config(got, like=config)
+  written = hf_config.format_config(got, like=config)
   assert written['architectures'] == ['Gemma3ForCausalLM']
   assert written['eos_token_id'] == [1] and 'text_config' not in written
-  assert families.parse_config(written) == got
+  assert hf_config.parse_config(written) == got
 
 
 PUBLISHED = {
@@ -193,7 +193,7 @@ def test_fields_of_published_models_are_known(name):
   config = PUBLISHED[name]
   bare = {'gemma3': GEMMA, 'qwen2': QWEN2, 'qwen3': QWEN3, 'llama': LLAMA}
   want = bare.get(config['model_type'], GEMMA)
-  assert families.parse_config(config) == families.parse_config(want)
+  assert hf_config.parse_config(config) == hf_config.parse_config(want)
 
 
 @pytest.mark.parametrize(
@@ -204,7 +204,7 @@ def test_all_that_transformers_writes_is_known(name):
 
   made = getattr(transformers, f'{name}Config')()
   for fields in made.to_dict(), made.to_diff_dict():
-    got = families.parse_config(fields)
+    got = hf_config.parse_config(fields)
     assert got['n_layers'] == made.get_text_config().num_hidden_layers
 
 
@@ -236,11 +236,11 @@ def test_a_field_that_is_not_known_is_refused(field, value, inner):
   if inner:  # of a model of text and images: outside of its text
     config = dict(PUBLISHED['gemma-3-4b'], **{field: value})
   with pytest.raises(ValueError, match=f'config.json: {field}='):
-    families.parse_config(config)
-  assert families.parse_config(LLAMA | {field: None})
-  if not inner and field not in families._NEUTRAL:
+    hf_config.parse_config(config)
+  assert hf_config.parse_config(LLAMA | {field: None})
+  if not inner and field not in hf_config._NEUTRAL:
     # A server adds fields of its own to what it says.
-    assert families.parse_config(config, strict=False)
+    assert hf_config.parse_config(config, strict=False)
 
 
 def test_defaults_are_those_of_transformers():
@@ -252,24 +252,24 @@ def test_defaults_are_those_of_transformers():
     'num_attention_heads': 4,
     'vocab_size': 8,
   }
-  got = families.parse_config(bare)
+  got = hf_config.parse_config(bare)
   assert got['n_kv_heads'] == 4 and got['head_dim'] == 8
   assert got['rope_theta'] == 1e4 and not got['tied']
   assert got['norm_eps'] == 1e-6
   # Qwen3's head_dim is 128 unless said otherwise, whatever the width.
   assert (
-    families.parse_config(bare | {'model_type': 'qwen3'})['head_dim'] == 128
+    hf_config.parse_config(bare | {'model_type': 'qwen3'})['head_dim'] == 128
   )
 
 
 @pytest.mark.parametrize('name', models.CONFIGS)
 def test_the_inverse(name):
   config = models.CONFIGS[name]
-  fields = families.parse_config(config)
-  out = families.format_config(
+  fields = hf_config.parse_config(config)
+  out = hf_config.format_config(
     fields, dtype='bfloat16', like=config | {'eos_token_id': [5, 6]}
   )
-  assert families.parse_config(out) == fields
+  assert hf_config.parse_config(out) == fields
   assert out['torch_dtype'] == 'bfloat16'
   assert out['eos_token_id'] == [5, 6]
   assert out['max_position_embeddings'] == 256
@@ -278,7 +278,7 @@ def test_the_inverse(name):
   old = 'rope_theta', 'rope_scaling', 'rope_local_base_freq'
   for drop in (('rope_parameters', 'layer_types'), old):
     part = {k: v for k, v in out.items() if k not in drop}
-    assert families.parse_config(part) == fields
+    assert hf_config.parse_config(part) == fields
 
 
 @pytest.mark.parametrize(
@@ -383,7 +383,7 @@ def test_the_inverse(name):
 )
 def test_what_is_not_supported_is_named(config, change, named):
   with pytest.raises(ValueError, match=named):
-    families.parse_config(config | change)
+    hf_config.parse_config(config | change)
 
 
 @pytest.mark.parametrize(
@@ -398,12 +398,14 @@ def test_what_is_not_supported_is_named(config, change, named):
   ],
 )
 def test_what_does_not_matter_is_left_alone(config, change):
-  assert families.parse_config(config | change) == families.parse_config(config)
+  assert hf_config.parse_config(config | change) == hf_config.parse_config(
+    config
+  )
 
 
 def test_how_far_a_model_was_trained():
-  assert families.context(LLAMA) == families.context(PUBLISHED['gemma-3-4b'])
-  assert families.context(LLAMA) == 256 and families.context({}) is None
+  assert hf_config.context(LLAMA) == hf_config.context(PUBLISHED['gemma-3-4b'])
+  assert hf_config.context(LLAMA) == 256 and hf_config.context({}) is None
 
 
 @pytest.mark.parametrize(
@@ -428,7 +430,7 @@ def test_what_wrappers_add_to_names_is_taken_off(name, own):
 
 @pytest.mark.parametrize('name', models.CONFIGS)
 def test_names_and_shapes_are_those_of_the_checkpoint(name):
-  fields = families.parse_config(models.CONFIGS[name])
+  fields = hf_config.parse_config(models.CONFIGS[name])
   table = hf_tensors.table(shapes(fields), fields['family'])
   assert {n: t.shape for n, t in table.items()} == models.shapes(
     models.CONFIGS[name]
@@ -449,7 +451,7 @@ def test_names_and_shapes_are_those_of_the_checkpoint(name):
 )
 def test_the_map_is_a_bijection(name, K, G, half, data):
   """There and back is the identity, whole and by blocks of rows."""
-  fields = families.parse_config(models.CONFIGS[name]) | {
+  fields = hf_config.parse_config(models.CONFIGS[name]) | {
     'n_layers': 1,
     'n_heads': K * G,
     'n_kv_heads': K,
@@ -471,7 +473,7 @@ def test_the_map_is_a_bijection(name, K, G, half, data):
 
 def test_a_projection_by_hand():
   """q_proj [N H, D] -> [D, N, H]: row n H + h, column d."""
-  fields = families.parse_config(QWEN3)
+  fields = hf_config.parse_config(QWEN3)
   table = hf_tensors.table(shapes(fields), 'qwen3')
   D, N, H = 32, 4, 16
   tensor = table['model.layers.1.self_attn.q_proj.weight']

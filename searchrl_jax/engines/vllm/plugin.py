@@ -28,7 +28,7 @@ import numpy as np
 
 from searchrl_jax.engines.weights import published
 from searchrl_jax.engines.weights.published import Published
-from searchrl_jax.models import families, hf_tensors
+from searchrl_jax.models import hf_config, hf_tensors
 
 # Parts of vLLM's fused layers: (layer, its n-th part).
 _FUSED = {
@@ -56,7 +56,7 @@ class Worker:
       'loaded': weights and weights.version,
     }
     served = config.hf_config.to_dict()
-    return families.parse_config(served, strict=False) | about
+    return hf_config.parse_config(served, strict=False) | about
 
   def searchrl_load(self, path: str) -> None:
     """Loads a publication of the served model, tensor by tensor, in place.

@@ -18,7 +18,7 @@ import numpy as np
 import tensorstore as ts
 
 from searchrl_jax import lookup
-from searchrl_jax.models import families, hf_tensors
+from searchrl_jax.models import families, hf_config, hf_tensors
 
 FORMAT = 3  # of a publication: its metadata, and how tensors are stored
 PREFIX = 'state'  # of the names of stores
@@ -167,7 +167,7 @@ def write_serving_folder(
   why = 'vLLM computes the head_dim of a Qwen2 as d_model / n_heads'
   good = n * H == D or config['family'] != 'qwen2'
   lookup.require(good, f'{what}: {why}; make them equal')
-  fields = families.format_config(config, dtype=dtype)
+  fields = hf_config.format_config(config, dtype=dtype)
   field = 'max_position_embeddings'
   text = json.dumps(fields | {field: max(fields[field], max_len)}, indent=2)
   path = pathlib.Path(path)
