@@ -22,7 +22,7 @@ from retrieval import files, server
 from retrieval.client import Hit, RetrievalError, health_sync, retrieve_sync
 from retrieval.core import SearchFailed
 from retrieval.corpus import split_contents
-from retrieval.index.bm25 import WORDS, Analyzer
+from retrieval.index.bm25 import Analyzer
 from retrieval.serve.searcher import open_searcher
 
 # Passages are not trusted: no escape sequence may reach a terminal.
@@ -57,8 +57,8 @@ def search_server(url: str, queries: Sequence[str], k: int) -> Results:
   hits = retrieve_sync(url, queries, k, retries=1)
   try:
     index = health_sync(url, retries=0).get('index')
-    kind = index.get('analyzer', WORDS)  # absent: an earlier version
-    return hits, Analyzer(index['stemmer'], index['stop_words'], kind)
+    parts = (index[name] for name in ('stemmer', 'stop_words', 'analyzer'))
+    return hits, Analyzer(*parts)
   except (RetrievalError, KeyError, TypeError, ValueError):
     # Another server of the protocol; its passages are still shown.
     return hits, Analyzer()

@@ -170,8 +170,7 @@ class BM25Index:
     with files.convert(damaged, ValueError, problem):
       if (form := about['format']) != _FORMAT:
         raise ValueError(f'format {form!r}, this version reads {_FORMAT}')
-      recorded = {'analyzer': WORDS} | about['parameters']
-      self._configure(range(about['count']), **recorded)
+      self._configure(range(about['count']), **about['parameters'])
       arrays = {}
       for name, length in about['lengths'].items():
         found = np.load(folder / f'{name}.npy', mmap_mode='r')
@@ -179,8 +178,7 @@ class BM25Index:
           raise ValueError(f'{name}.npy holds {found.dtype} {found.shape}')
         arrays[name] = found.view(np.ndarray)  # has cheaper slices
       self._load(arrays)
-      # An earlier version did not write the sample.
-      if about.get('sample_sha256', sample := _sample(folder)) != sample:
+      if about['sample_sha256'] != _sample(folder):
         raise ValueError('another sample_sha256')
     return self
 
@@ -247,8 +245,7 @@ class BM25Index:
     self.analyzer = Analyzer(stemmer, stop_words, analyzer or choose(texts))
     words = {'stemmer': stemmer, 'stop_words': stop_words}
     self._options = {'k1': self.k1, 'b': self.b, **words}
-    if self.analyzer.kind != WORDS:  # earlier versions had only this kind
-      self._options['analyzer'] = self.analyzer.kind
+    self._options['analyzer'] = self.analyzer.kind
     self._warned: set[str] = set()
 
   def _load(self, arrays: dict[str, np.ndarray]) -> None:

@@ -172,13 +172,11 @@ def read_all(folder: os.PathLike | str) -> dict[str, list[grading.Row]]:
     FileNotFoundError, DataError: there is none, or it is damaged.
   """
   path = pathlib.Path(folder) / ROWS
-  # Files of earlier versions lack some scores, or have 'certainty'.
   absent = dict.fromkeys(grading.SCORES, grading.NAN) | {'vote': None}
   out: dict[str, list[grading.Row]] = {}
   for number, line in enumerate(path.read_text().splitlines(), 1):
     try:
       known = {k: v for k, v in json.loads(line).items() if v is not None}
-      known.pop('certainty', None)
       rows = out.setdefault(known.pop('evaluation'), [])
       rows.append(grading.Row(**absent | known))
     except (ValueError, KeyError, TypeError) as e:

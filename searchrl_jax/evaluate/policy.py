@@ -185,8 +185,8 @@ def warn_of_template(workdir: str, about: Mapping[str, Any]) -> None:
   """
   name = 'config.env.template'
   found = about[name]
-  for start in records.starts(workdir):  # earlier versions do not say
-    found = start.get('contents', {}).get(name, found)
+  for start in records.starts(workdir):
+    found = start['contents'].get(name, found)
   if found != about[name]:
     logging.warning(
       f'{name} has another content than the run in {workdir} was trained with: '

@@ -98,9 +98,6 @@ class RolloutStats:
   def resume(self, trajectory: Trajectory) -> None:
     """Counts a trajectory that an earlier start sampled."""
     spent = trajectory.spent
-    if not spent:  # of an earlier version, which kept no counters
-      own = (s for s in trajectory.segments if s.author == 'policy')
-      spent = {'sampled_tokens': sum(len(s.ids) for s in own)}
     tokens = spent.get('sampled_tokens', 0)
     self.count(trajectories=1, earlier_trajectories=1, earlier_tokens=tokens)
     self.count(**spent)

@@ -115,9 +115,7 @@ class Session:
     for name, state in self._states.items():
       state.restore(saved.extras[name])
     if self._unused is not None:
-      # Absent in those of earlier versions: their rollouts begin again.
-      ended = saved.extras.get('ended', '')
-      self._unused.decode(base64.b64decode(ended))
+      self._unused.decode(base64.b64decode(saved.extras['ended']))
 
   def __enter__(self) -> 'Session':
     with contextlib.ExitStack() as stack:

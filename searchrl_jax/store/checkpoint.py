@@ -391,25 +391,8 @@ def _restore_args(x) -> ocp.RestoreArgs:
   )
 
 
-def _with_family(saved: dict, ours: dict) -> dict:
-  """The fingerprint of a checkpoint that had flags in place of a family."""
-  out = {k: v for k, v in saved.items() if k not in ('qkv_bias', 'qk_norm')}
-  families = {(True, False): 'qwen2', (False, True): 'qwen3'}
-  flags = saved['qkv_bias'], saved['qk_norm']
-  out['family'] = families.get(flags, 'llama')
-  if out.get('rope_scaling'):
-    out['rope_scaling'] = {'kind': 'llama3', **out['rope_scaling']}
-  neutral = {'query_scale': 1.0, 'window': 0, 'global_every': 1}
-  neutral['local_theta'] = 10_000.0
-  return out | {k: v for k, v in neutral.items() if k in ours}
-
-
 def _compare(path, saved: dict, ours: dict, partial: bool) -> None:
   """Raises CheckpointError naming what differs."""
-  if 'qkv_bias' in saved:  # before there were families with other traits
-    saved = _with_family(saved, ours)
-  if 'tokenizer' not in saved:  # of an earlier version
-    ours = {k: v for k, v in ours.items() if k != 'tokenizer'}
   if partial:
     saved = {k: v for k, v in saved.items() if k in ours}
   found = lookup.differences(saved, json.loads(json.dumps(ours))).items()

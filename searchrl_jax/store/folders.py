@@ -259,7 +259,7 @@ def _is_made(folder: pathlib.Path) -> bool:
   mark = folder / MADE
   try:
     made = dict(json.loads(mark.read_text()) if mark.exists() else {})
-  except (TypeError, ValueError):  # of an earlier version
+  except (TypeError, ValueError):  # somebody else's file
     return False
   return _digests(folder).items() <= made.items()
 

@@ -432,8 +432,7 @@ def _unpacked(sequence) -> list | None:
 
 def _read_search(record: dict[str, Any], question: types.Question):
   passages, error = record.pop('passages'), record.pop('error')
-  names = {'seconds', 'text', 'cost'} & record.keys()
-  answer = {name: record.pop(name) for name in names}
+  answer = {name: record.pop(name) for name in ('seconds', 'text', 'cost')}
   request = types.SearchRequest(question=question, **record)
   if error is not None:
     return types.SearchError(request, **error)

@@ -59,7 +59,6 @@ MAY_DIFFER = (
   'log', 'source.url', 'source.simulator.url', 'data.dir', 'train.seconds',
   'checkpoint.every', 'checkpoint.keep', 'checkpoint.background',
   'rollout.mismatch_alarm', 'rollout.max_failed', 'judge.max_failed',
-  'eval.best_of',  # of earlier versions, and never of training
   # Where the engine's servers run, not what they compute.
   'engine.url', 'engine.venv', 'engine.device', 'engine.gpu_memory',
   'engine.host_gib', 'engine.kv_cache_gib', 'engine.start_seconds',
@@ -146,7 +145,7 @@ class Writer:
     changed, before = {}, {}
     if begun:
       changed = self._changed(file, config)
-      before = starts[-1].get('contents', {}) if starts else {}
+      before = starts[-1]['contents'] if starts else {}
       now = records.plain(contents)
       lookup.require_contents(self.folder, before, now, records.RunError)
     start = {'step': step, 'config_changed': changed, **environment()}

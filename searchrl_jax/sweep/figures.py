@@ -169,8 +169,7 @@ def _about(folder: pathlib.Path) -> dict:
   done = json.loads((folder / 'done.json').read_text())
   return {
     'seconds': json.loads((folder / 'seconds.json').read_text()),
-    # Those of earlier versions do not name the code.
-    **{name: done[name] for name in ('commit', 'code') if name in done},
+    **{name: done[name] for name in ('commit', 'code')},
   }
 
 

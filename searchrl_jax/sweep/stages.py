@@ -116,9 +116,8 @@ def done(sweep: Sweep, stage: str, workdir: pathlib.Path) -> bool:
         f'{folder} was run with another config: {field} was {old!r} and is '
         f'{new!r} now; remove that folder, or set another --workdir'
       )
-  made = about.get('contents', {})  # none in those of earlier versions
-  named = contents(sweep, stage, workdir) if made else {}
-  lookup.require_contents(folder, made, named)
+  named = contents(sweep, stage, workdir)
+  lookup.require_contents(folder, about['contents'], named)
   return isinstance(one, Start) or all(
     (folder / variant / 'values.json').exists() for variant in one.evaluations
   )

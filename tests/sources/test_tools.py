@@ -532,26 +532,10 @@ def test_the_empty_control_finds_nothing_and_leaves_tools_alone():
   assert not isinstance(asyncio.run(empty.search(requests[:1]))[0], SearchError)
 
 
-def test_records_keep_the_tool_its_text_and_its_cost(tmp_path, monkeypatch):
+def test_records_keep_the_tool_its_text_and_its_cost(tmp_path):
   t = play(config(tmp_path), TURNS)[1].groups[0][0]
   (read,) = records.read(records.encode([records.Record(0, t)]))
   assert read.trajectory.searches == t.searches
-  # As earlier versions wrote it: without the columns.
-  fields = [
-    f for f in records._SEARCH if f.name not in ('tool', 'text', 'cost')
-  ]
-  old = records.pa.struct(fields)
-  at = records._ROW.get_field_index('searches')
-  row = records._ROW.set(
-    at, records._ROW.field(at).with_type(records._list(old))
-  )
-  monkeypatch.setattr(records, '_ROW', row)
-  (read,) = records.read(records.encode([records.Record(0, t)]))
-  searched, calculated = read.trajectory.searches
-  assert searched == t.searches[0]
-  assert (calculated.request.tool, calculated.text, calculated.cost) == (
-    'search', '', 0.0,
-  )  # fmt: skip
 
 
 def test_a_trace_may_use_a_tool(tmp_path):
