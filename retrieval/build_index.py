@@ -171,7 +171,7 @@ def build_indexes(
       continue
     _say(f'builds {name}')
     # Before the import of a library, so that its errors come first.
-    found = None if kind == 'bm25' else get_vectors()
+    encoded = None if kind == 'bm25' else get_vectors()
     if kind == 'bm25':
       place = folder.path / 'bm25'
       index = bm25_lib.BM25Index.build(corpus.contents, place, **bm25)
@@ -182,12 +182,12 @@ def build_indexes(
       final = folders.faiss_path(folder.path, factory)
       final.parent.mkdir(exist_ok=True)
       identity = {'corpus': corpus.sha256, **folder.manifest['vectors']}
-      dense_faiss.build(found, factory, final, identity=identity)
+      dense_faiss.build(encoded, factory, final, identity=identity)
       folder.add_faiss(factory)
     elif kind == 'milvus':
       from retrieval.index import milvus
 
-      milvus.build(found, uri, collection)
+      milvus.build(encoded, uri, collection)
       indexes[name] = {'collection': collection, 'uri': uri}
     else:
       indexes[name] = {}
@@ -231,9 +231,9 @@ def _fill(f: flags.FlagValues, folder: Folder) -> None:
     check_factories(f.index, encoder.dim)
     dtype = f.vectors or (stated or {}).get('dtype', vectors.DTYPES[0])
     options = {'block': f.block, 'dtype': dtype}
-    found = vectors.encode(corpus, encoder, folder.path, **options)
-    folder.add_vectors(found, encoder.parameters)
-    return found
+    encoded = vectors.encode(corpus, encoder, folder.path, **options)
+    folder.add_vectors(encoded, encoder.parameters)
+    return encoded
 
   if f.adopt:
     from retrieval.index.adopt import adopt
@@ -242,14 +242,14 @@ def _fill(f: flags.FlagValues, folder: Folder) -> None:
     where = make_encoder, folder.path
     stored, encoder = adopt(f.adopt, corpus, *where, **options)
     if stored.exact:
-      found = vectors.open_vectors(folder.path)
-      folder.add_vectors(found, encoder.parameters)
+      encoded = vectors.open_vectors(folder.path)
+      folder.add_vectors(encoded, encoder.parameters)
     if stored.factory:
       about = {'adopted': [*map(str, f.adopt)], 'encoder': encoder.parameters}
       folder.add_faiss(stored.factory, **about)
-  found, bm25 = functools.cache(get_vectors), bm25_lib.options(f)
+  encoded, bm25 = functools.cache(get_vectors), bm25_lib.options(f)
   milvus = f.milvus_uri, f.milvus_collection
-  build_indexes(folder, corpus, f.index, found, bm25, *milvus)
+  build_indexes(folder, corpus, f.index, encoded, bm25, *milvus)
   folder.save()
 
 

@@ -226,7 +226,7 @@ def list_hub(
     problem = f'{repo} at {endpoint}: {clean(error)}'
     raise DownloadError(f'{problem}. {fix}') from None
   where = {'repo_type': repo_type, 'revision': info.sha, 'endpoint': endpoint}
-  there, found = {file.rfilename: file for file in info.siblings}, {}
+  there, remote_files = {file.rfilename: file for file in info.siblings}, {}
   for pattern in patterns:
     names = [name for name in there if fnmatch.fnmatchcase(name, pattern)]
     if not names:
@@ -238,8 +238,8 @@ def list_hub(
       url = huggingface_hub.hf_hub_url(repo, name, **where)
       lfs, blob = there[name].lfs, there[name].blob_id
       digest = f'sha256:{lfs.sha256}' if lfs else f'git:{blob}'
-      found[name] = Remote(name, url, there[name].size, digest)
-  return [found[name] for name in sorted(found)]
+      remote_files[name] = Remote(name, url, there[name].size, digest)
+  return [remote_files[name] for name in sorted(remote_files)]
 
 
 def _token(endpoint: str) -> bool | None:

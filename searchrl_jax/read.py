@@ -236,21 +236,21 @@ class Run:
     rows = []
     for r in self.records(part, steps):
       supporting = r.trajectory.question.supporting
-      for number, found in enumerate(r.trajectory.searches):
-        ask = found.request
+      for number, call in enumerate(r.trajectory.searches):
+        ask = call.request
         row = {'step': r.step, 'id': r.trajectory.id, 'search': number}
         row |= {'turn': ask.turn, 'tool': ask.tool, 'query': ask.query}
-        if isinstance(found, SearchError):
-          rows.append(row | {'error': f'{found.kind}: {found.message}'})
+        if isinstance(call, SearchError):
+          rows.append(row | {'error': f'{call.kind}: {call.message}'})
           continue
-        row |= {'seconds': found.seconds, 'cost': found.cost}
-        for rank, p in enumerate(found.passages):
+        row |= {'seconds': call.seconds, 'cost': call.cost}
+        for rank, p in enumerate(call.passages):
           place = {'rank': rank, 'passage': p.id, 'title': p.title}
           place |= {'text': p.text, 'score': p.score}
           gold = ask.tool == SEARCH and p.id in supporting
           rows.append(row | place | {'supporting': gold})
-        if not found.passages:
-          rows.append(row | {'text': found.text})
+        if not call.passages:
+          rows.append(row | {'text': call.text})
     return pd.DataFrame(rows)
 
   def evaluations(self) -> pd.DataFrame:

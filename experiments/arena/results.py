@@ -302,7 +302,7 @@ def agreement(every: verdicts.Values) -> dict[str, Any] | None:
     scores: {row: {mixture: the mean of SCORE}}. None if seeds are missing.
   """
   main, others = every.get('report', {}), every.get('mixtures', {})
-  found = {
+  by_mix = {
     mix: [
       main.get(row.name, {})
       if mix == arms.MIX
@@ -311,8 +311,8 @@ def agreement(every: verdicts.Values) -> dict[str, Any] | None:
     ]
     for mix in arms.MIXES
   }
-  cases = set.intersection(*({*x} for runs in found.values() for x in runs))
-  n = len(found)
+  cases = set.intersection(*({*x} for runs in by_mix.values() for x in runs))
+  n = len(by_mix)
   if len(cases) < n:
     return None
 
@@ -329,12 +329,12 @@ def agreement(every: verdicts.Values) -> dict[str, Any] | None:
     )
 
   return {
-    'w': w([*found.values()]),
-    'w_same': {mix: w([runs] * n) for mix, runs in found.items()},
+    'w': w([*by_mix.values()]),
+    'w_same': {mix: w([runs] * n) for mix, runs in by_mix.items()},
     'scores': {
       row.name: {
         mix: statistics.fmean(runs[i][case][SCORE] for case in cases)
-        for mix, runs in found.items()
+        for mix, runs in by_mix.items()
       }
       for i, row in enumerate(arms.METHODS)
     },

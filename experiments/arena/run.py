@@ -147,26 +147,26 @@ def _row(name: str) -> str:
 
 
 def main():
-  given = flags.FLAGS
-  phase, folder = given.phase, pathlib.Path(given.workdir)
-  out = folder if given.base else HERE
-  arg = ','.join(filter(None, (phase, given.base)))
+  values = flags.FLAGS
+  phase, folder = values.phase, pathlib.Path(values.workdir)
+  out = folder if values.base else HERE
+  arg = ','.join(filter(None, (phase, values.base)))
   spec = f'experiments/arena/arms.py:{arg}'
-  found = core.load(spec)
+  table = core.load(spec)
   environment = common.environment()
   out.mkdir(parents=True, exist_ok=True)
   known = load_runs(out).get(phase, {})
-  chosen = sweep.chosen(found, given.only, given.seeds)
+  chosen = sweep.chosen(table, values.only, values.seeds)
   every = [stage for stage in chosen if stage.startswith('arms/')]
-  wanted = [stage for stage in every if not _kept(found, stage, known)]
+  wanted = [stage for stage in every if not _kept(table, stage, known)]
   # Warm starts that no arm needs any more are left out with them.
-  needed = [one for stage in wanted for one in _before(found, stage)]
+  needed = [one for stage in wanted for one in _before(table, stage)]
   planned = [*dict.fromkeys(needed)]
-  update = functools.partial(keep, found, {*wanted}, phase, folder, out)
+  update = functools.partial(keep, table, {*wanted}, phase, folder, out)
   try:
     if planned:
-      parallel = given.parallel
-      sweep.run(spec, found, planned, folder, parallel=parallel, after=update)
+      parallel = values.parallel
+      sweep.run(spec, table, planned, folder, parallel=parallel, after=update)
   finally:
     runs = update()
     if phase in arms.TRIALS:
@@ -174,7 +174,7 @@ def main():
       tried = [current(tried).get(name, {}) for name in arms.TRIALS]
       results.choose(*tried, arms.TUNED, environment)
     said = common.command('experiments.arena.run')
-    counted = current(runs, given.base)
+    counted = current(runs, values.base)
     written = results.write(counted, out, environment, said)
     every = results.averaged(results.planned(counted))
     other = phase == arms.recipes.PHASE

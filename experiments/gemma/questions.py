@@ -83,12 +83,12 @@ def load(
   """
   if part not in ('', 'train', 'tune'):
     raise DataError(f"part={part!r} is none of '', 'train', 'tune'")
-  asked = jsonl.load(path, source=source)
+  kept = jsonl.load(path, source=source)
   if part:
-    tune = [zlib.crc32(q.id.encode()) % TUNE == 0 for q in asked]
-    asked = [q for q, t in zip(asked, tune) if t == (part == 'tune')]
+    tune = [zlib.crc32(q.id.encode()) % TUNE == 0 for q in kept]
+    kept = [q for q, t in zip(kept, tune) if t == (part == 'tune')]
   place = str(pathlib.Path(folder) / corpus)
-  named = [p for q in asked for p in q.supporting]
+  named = [p for q in kept for p in q.supporting]
   if short or (found and named):
     every = texts(place)
     if not any(p in every for p in named):
@@ -97,19 +97,17 @@ def load(
         f'{path}: give the corpus that belongs to them'
       )
   if short:
-    given = [[every[p] for p in q.supporting if p in every] for q in asked]
-    asked = [q for q, own in zip(asked, given) if shown(q, early(own))]
+    given = [[every[p] for p in q.supporting if p in every] for q in kept]
+    kept = [q for q, own in zip(kept, given) if shown(q, early(own))]
   if found:
-    asked = [
-      q for q, x in zip(asked, best(asked, place)) if shown(q, early([x]))
-    ]
-  if not asked:
+    kept = [q for q, x in zip(kept, best(kept, place)) if shown(q, early([x]))]
+  if not kept:
     raise DataError(f'{path}: no question of source={source!r} is left')
   if n:
-    order = np.random.default_rng(seed).permutation(len(asked))
+    order = np.random.default_rng(seed).permutation(len(kept))
     chosen = order[n:] if rest else order[:n]
-    asked = [asked[i] for i in sorted(chosen)]
-  return asked
+    kept = [kept[i] for i in sorted(chosen)]
+  return kept
 
 
 def early(contents: Sequence[str]) -> str:

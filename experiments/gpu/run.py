@@ -160,24 +160,24 @@ def run_all(
 def rows(records: Mapping[str, Mapping]) -> list[dict]:
   """The table: a row for each bar, or one for a stage without any."""
   out = []
-  for name, found in records.items():
-    status, seconds = found['status'], round(found.get('seconds', 0))
+  for name, record in records.items():
+    status, seconds = record['status'], round(record.get('seconds', 0))
     last = {'verdict': status, 'seconds': seconds}
     blank = {'stage': name, 'figure': '', 'value': '', 'bar': '', 'goal': ''}
     if status != 'done':
-      out.append(blank | last | {'reason': found['reason']})
+      out.append(blank | last | {'reason': record['reason']})
       continue
-    for bar in found['bars']:
+    for bar in record['bars']:
       verdict = 'holds' if bar['holds'] else 'MISSED'
-      if found['small']:
+      if record['small']:
         verdict = 'tried'  # the bars are those of an H200 at full size
       out.append(
         blank
         | {'figure': bar['name'], 'value': bar['value'], 'bar': bar['bar']}
         | {'goal': bar.get('goal', ''), 'verdict': verdict, 'seconds': seconds}
       )
-    if not found['bars']:
-      out.append(blank | found.get('figure', {}) | last)
+    if not record['bars']:
+      out.append(blank | record.get('figure', {}) | last)
   return out
 
 

@@ -337,8 +337,8 @@ def memory(config, out, small) -> dict:
   from gate.txt.
   """
   path = out / 'grpo.json'
-  found = json.loads(path.read_text()) if path.exists() else {}
-  if found.get('status') != 'done':
+  record = json.loads(path.read_text()) if path.exists() else {}
+  if record.get('status') != 'done':
     raise Skipped('stage grpo has not run')
   mesh = build.mesh(config)
   cfg = parameters.model_config(config, Ids.vocab_size)
@@ -352,7 +352,7 @@ def memory(config, out, small) -> dict:
   costs = dryrun.costs(config, cfg, mesh, working=working)
   # float16 vectors of the search on this device, which a run's own plan lacks.
   index = 2 * config.source.vectors * config.source.dim
-  peak, rows = found['peak_bytes'], []
+  peak, rows = record['peak_bytes'], []
   predicted = {'device': costs.device['in all']}
   if not small:
     file = pathlib.Path(__file__).with_name(GATES[_MODEL.value])

@@ -49,7 +49,7 @@ def game(config, run: str, out: str) -> dict[str, float]:
     total = sum(w for _, w in known)
     return sum(v * w for v, w in known) / total if total else None
 
-  found = {
+  values = {
     name: mean(name, steps)
     for name in ('oracle_valid', 'unique', 'distinct', 'starts')
   }
@@ -62,14 +62,14 @@ def game(config, run: str, out: str) -> dict[str, float]:
       'share_3hop',
       'share_4hop',
     ):
-      found[f'{name}_{edge}'] = mean(name, among)
+      values[f'{name}_{edge}'] = mean(name, among)
     for name in ('valid_share', 'searches'):
-      found[f'{name}_{edge}'] = mean(name, among, 'proposals')
+      values[f'{name}_{edge}'] = mean(name, among, 'proposals')
     for name in ('hops', 'passes_valid', 'passes_wrong'):
-      found[f'{name}_{edge}'] = mean(name, among, f'{name}_n')
-  if None not in (found['hops_first'], found['hops_last']):
-    found['hops_gain'] = found['hops_last'] - found['hops_first']
-  return {f'game/{k}': v for k, v in found.items() if v is not None}
+      values[f'{name}_{edge}'] = mean(name, among, f'{name}_n')
+  if None not in (values['hops_first'], values['hops_last']):
+    values['hops_gain'] = values['hops_last'] - values['hops_first']
+  return {f'game/{k}': v for k, v in values.items() if v is not None}
 
 
 PLAYED = {'after': rows.evaluation({}), 'game': game}

@@ -196,7 +196,7 @@ _NAMES = dict(
 
 def _unit(text):
   """A product of units, and of words that are none; None if it says nothing."""
-  found, last, sign, power = sympy.S.One, sympy.S.One, 1, 1
+  unit, last, sign, power = sympy.S.One, sympy.S.One, 1, 1
   for token in _TOKENS.findall(text.replace(r'\text', ' ')):
     if last == units.degree:
       token = {'C': 'Celsius', 'F': 'Fahrenheit'}.get(token, token)
@@ -207,12 +207,12 @@ def _unit(text):
     elif word in ('square', 'sq', 'cubic', 'cu'):
       power = 2 if word[0] == 's' else 3
     elif token[0] == '^':
-      found *= last ** (int(token.strip('^{ }')) - 1)
+      unit *= last ** (int(token.strip('^{ }')) - 1)
     elif word not in ('cdot', 'unit', 'units'):
       last = _known(token) or sympy.Symbol(word.removesuffix('s'))
       last, power = last ** (sign * power), 1
-      found *= last
-  return None if found == 1 else found
+      unit *= last
+  return None if unit == 1 else unit
 
 
 def _known(name):

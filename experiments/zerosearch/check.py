@@ -48,7 +48,7 @@ def count(
   search engine answered; noise: share of noisy ones among the others; failed:
   queries without an answer.
   """
-  found = {
+  holds_by_kind = {
     name: []
     for name in (
       'useful_gold',
@@ -73,11 +73,11 @@ def count(
         f' {normalise(a)} ' in f' {normalise(text)} '
         for a in trajectory.question.answers
       )
-      found[f'{kind}_gold_all'].append(holds)
+      holds_by_kind[f'{kind}_gold_all'].append(holds)
       if right:
-        found[f'{kind}_gold'].append(holds)
+        holds_by_kind[f'{kind}_gold'].append(holds)
   out = {}
-  for name, held in found.items():
+  for name, held in holds_by_kind.items():
     out[name] = sum(held) / len(held) if held else None
     out[f'{name}_n'] = len(held)
   asked = out['useful_gold_all_n'] + out['noisy_gold_all_n']

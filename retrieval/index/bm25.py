@@ -199,7 +199,7 @@ class BM25Index:
     k = min(k, self._count)
     ids, scores = no_results(len(queries), k)
     shards = range(len(self._borders) - 1)
-    found = [[None] * len(shards) for _ in queries]
+    best_of = [[None] * len(shards) for _ in queries]
     add = _add.py_func if self._count <= _TINY else _add
     with stage('search'):
       asked = [self._postings(query) for query in queries]
@@ -218,14 +218,14 @@ class BM25Index:
           first = self._borders[shard]
           add(self._rows, self._values, edges, shard, counts, first, totals)
           best = _top(totals, k)
-          found[row][shard] = first + best, totals[best]
+          best_of[row][shard] = first + best, totals[best]
 
       threads = min(len(todo), 1 if self._count < _FEW else self._threads)
       if threads > 1:
         list(_pool(os.getpid()).map(work, range(threads)))
       else:
         work(0)
-      for row, parts in enumerate(found):
+      for row, parts in enumerate(best_of):
         best, total = map(np.concatenate, zip(*parts))
         order = np.argsort(-total, kind='stable')[:k]
         ids[row, : len(order)] = best[order]

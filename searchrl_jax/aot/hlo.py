@@ -201,8 +201,11 @@ class Program:
           # XLA gathers small tensors on TPUs as a sum of parts, zero elsewhere.
           if given and all(self._root(g).opcode in _IN_PLACE for g in given):
             kind = 'all-gather'
-        found = kind, i.results, i.nbytes, times, loop, i.op, sent, i.group
-        out.append(Collective(*found))
+        out.append(
+          Collective(
+            kind, i.results, i.nbytes, times, loop, i.op, sent, i.group
+          )
+        )
     return sorted(out, key=lambda c: -c.nbytes * c.times)
 
   def _communicating(

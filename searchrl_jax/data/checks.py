@@ -124,23 +124,23 @@ def unpacked(text: str, wrong: str) -> Any:
   bare = text.replace('\ufeff', '').strip()
   if not bare.startswith(('[', '{', '(', 'array(', '"[', '"{')):
     return text
-  found: Any = None
+  value: Any = None
   try:
-    found = json.loads(bare)
+    value = json.loads(bare)
   except (ValueError, RecursionError):
     try:
-      found = ast.literal_eval(bare)
+      value = ast.literal_eval(bare)
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
       pass
     # Python joins texts that stand side by side: NumPy's "['a' 'b']" is ['ab'].
-    found = None if found is not None and _side_by_side(bare) else found
-  if isinstance(found, str) and bare[0] == '"':
-    return unpacked(found, wrong)
-  if isinstance(found, (list, dict)):
-    return found
+    value = None if value is not None and _side_by_side(bare) else value
+  if isinstance(value, str) and bare[0] == '"':
+    return unpacked(value, wrong)
+  if isinstance(value, (list, dict)):
+    return value
   # "(1, 2)" is a point.
-  if isinstance(found, tuple) and any(isinstance(x, str) for x in found):
-    return [*found]
+  if isinstance(value, tuple) and any(isinstance(x, str) for x in value):
+    return [*value]
   # A longer text is no cell of answers, and the pattern would take long.
   require(len(bare) > 10_000 or not _LISTED.fullmatch(bare), wrong)
   return text

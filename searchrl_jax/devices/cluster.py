@@ -109,7 +109,7 @@ class _World:
       self.client.key_value_set_bytes(f'{own}/count', b'%d' % len(chunks))
     except Exception as e:
       raise _lost(e) from e
-    found = []
+    values = []
     for rank in range(self.size):
       if rank != self.rank:
         theirs = name(self._calls, rank)
@@ -118,11 +118,11 @@ class _World:
         theirs, other = pickle.loads(zlib.decompress(data))
         at = f'process {rank} is at {theirs!r} and process {self.rank} at'
         lookup.require(theirs == what, f'{at} {what!r}', ProcessError)
-      found.append(value if rank == self.rank else other)
+      values.append(value if rank == self.rank else other)
     # Whoever takes part in this exchange has read all of the last one.
     self.client.key_value_delete(name(self._calls - 1, self.rank))
     self.seconds += time.monotonic() - begin
-    return found
+    return values
 
   def _wait(self, key: str) -> bytes:
     while True:
@@ -209,8 +209,8 @@ def initialize(
     ProcessError: the others do not come within START_S.
   """
   global _world
-  given = _given(coordinator, processes, process_id)
-  if given is None:
+  peers = _given(coordinator, processes, process_id)
+  if peers is None:
     return
   import jax
   from jax._src import distributed
@@ -218,20 +218,20 @@ def initialize(
   jax.config.update('jax_cpu_collectives_implementation', 'gloo')
   # Its handler of SIGTERM would only take note of the signal.
   jax.config.update('jax_enable_preemption_service', False)
-  address = given.get('coordinator_address', '')
+  address = peers.get('coordinator_address', '')
   if address.startswith(('127.0.0.1:', 'localhost:')):
     # Otherwise it listens on all addresses.
-    given['coordinator_bind_address'] = address
+    peers['coordinator_bind_address'] = address
   try:
     jax.distributed.initialize(
-      **given,
+      **peers,
       initialization_timeout=START_S,
       heartbeat_timeout_seconds=HEARTBEAT_S,
       shutdown_timeout_seconds=SHUTDOWN_S,
     )
   except RuntimeError as e:
     line = str(e).partition('\n')[0]
-    what = given or 'of SLURM or TPU'
+    what = peers or 'of SLURM or TPU'
     raise ProcessError(f'the processes {what} did not meet: {line}') from e
   state = distributed.global_state
   host = state.coordinator_address.rpartition(':')[0]
@@ -246,11 +246,11 @@ def _given(coordinator: str, processes: int, process_id: int) -> dict | None:
   """Arguments of jax.distributed.initialize; None: there is one process."""
   env = os.environ
   if coordinator or processes or process_id >= 0:
-    found = coordinator, processes, process_id
+    named = coordinator, processes, process_id
     names = '--coordinator', '--processes', '--process_id'
   elif env.get('NNODES', '1') != '1':
     address = f'{env.get("MASTER_ADDR", "")}:{env.get("MASTER_PORT", PORT)}'
-    found = address, _number('NNODES'), _number('RANK')
+    named = address, _number('NNODES'), _number('RANK')
     names = 'MASTER_ADDR', 'NNODES', 'RANK'
   elif int(env.get('SLURM_STEP_NUM_TASKS', '1')) > 1:
     # JAX gives each task one GPU; the only task of a node takes all.
@@ -262,7 +262,7 @@ def _given(coordinator: str, processes: int, process_id: int) -> dict | None:
     return {}
   else:
     return None
-  address, size, rank = found
+  address, size, rank = named
   host, _, port = address.rpartition(':')
   message = f'{names[0]}={address!r}: the HOST:PORT of process 0 is needed'
   lookup.require(host and port.isdigit(), message)

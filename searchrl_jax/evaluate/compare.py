@@ -105,7 +105,7 @@ def compare(
   out = {}
   for score in scores:
     theirs = grading.by_question(b, score)
-    found, seen = {}, []
+    by_slice, seen = {}, []
     for label, rows in grading.slices(a, 'all').items():
       questions = {(row.set, row.question) for row in rows}
       ours = grading.by_question(rows, score)
@@ -119,7 +119,7 @@ def compare(
       n = wins + losses
       apart = [v - u for u, v in zip(x, y, strict=True)]
       interval = metrics.bootstrap(apart, resamples=resamples, seed=seed)
-      found[label.removeprefix('all/')] = {
+      by_slice[label.removeprefix('all/')] = {
         'n': len(keys),
         'unpaired': len(ours.keys() ^ (theirs.keys() & questions)),
         'a': sum(x) / len(x),
@@ -132,7 +132,7 @@ def compare(
         'ties': len(keys) - wins - losses,
         'p': stats.binomtest(wins, n).pvalue if n else 1.0,
       }
-    out[score] = found
+    out[score] = by_slice
   return out
 
 

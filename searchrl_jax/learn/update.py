@@ -199,8 +199,16 @@ class Updater:
     if self.objective.critic:
       return critic.token_values(params, self.cfg, arrays, self.mesh), None
     chunk, grad = self.batch_config.head_chunk, self.objective.entropy_grad
-    how = self.temperature, chunk, self.mesh, entropy, grad
-    return token_logps(params, self.cfg, arrays, *how)
+    return token_logps(
+      params,
+      self.cfg,
+      arrays,
+      self.temperature,
+      chunk,
+      self.mesh,
+      entropy,
+      grad,
+    )
 
   def loss(self, params, arrays: dict, divisor, frozen=None):
     """Loss of one microbatch (its numerator / divisor) and metric sums."""
@@ -208,9 +216,9 @@ class Updater:
     params = lora.join(params, frozen)
     logps, entropy = jax.tree.map(lines, self._logps(params, arrays, True))
     names = 'mask', 'behaviour_logps', 'advantages', 'old', 'ref'
-    given = {name: lines(arrays[name]) for name in names}
-    mask = given['mask']
-    per_token, sums = self.objective.fn(logps, entropy, given)
+    columns = {name: lines(arrays[name]) for name in names}
+    mask = columns['mask']
+    per_token, sums = self.objective.fn(logps, entropy, columns)
     loss = losses.aggregate(per_token, mask, self.objective.aggregation)
     loss = loss / divisor
     sums = dict(sums) | {

@@ -73,7 +73,7 @@ async def outcome_or_evidence(
       policy needs, and has not read in its warm start, that a block of their
       own states and nothing else ("teacher Kova Len"), in a generated world.
   """
-  found = {}
+  values = {}
   for group in groups:
     alive = [t for t in group if not t.failed]
     answers = [context.env.answer(t) for t in alive]
@@ -89,8 +89,8 @@ async def outcome_or_evidence(
     for t, answer, s, e in zip(alive, answers, earned, holds):
       value = max(s, bonus * e) if monotone or s <= 0 else s
       value = value if answer is not None else 0.0
-      found[id(t)] = {'value': value, outcome: s, 'evidence': e}
-  return per_trajectory(groups, lambda t: found[id(t)])
+      values[id(t)] = {'value': value, outcome: s, 'evidence': e}
+  return per_trajectory(groups, lambda t: values[id(t)])
 
 
 def _texts(trajectory: Trajectory, context: RewardContext, block: str):

@@ -62,7 +62,7 @@ class ServiceSource:
     for request, queries, _ in asked:
       queries[request.query] += 1
     try:
-      found = [
+      answers = [
         (request, (await asyncio.shield(task))[request.query])
         for request, _, task in asked
       ]
@@ -75,7 +75,7 @@ class ServiceSource:
       SearchError(request, answer.kind, str(answer))
       if isinstance(answer, RetrievalError)
       else SearchResult(request, answer, seconds)
-      for request, answer in found
+      for request, answer in answers
     ]
 
   async def check(self) -> Mapping[str, object]:

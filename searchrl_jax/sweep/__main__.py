@@ -22,23 +22,23 @@ from searchrl_jax.sweep import core, figures, runner, stages
 
 
 def main():
-  given, folder = flags.FLAGS, pathlib.Path(flags.FLAGS.workdir)
-  if given.stage:
-    if given.child:
+  values, folder = flags.FLAGS, pathlib.Path(flags.FLAGS.workdir)
+  if values.stage:
+    if values.child:
       stages.end_with_parent()
-    runner.run_child(given.sweep, given.stage, folder, given.url)
+    runner.run_child(values.sweep, values.stage, folder, values.url)
     return
-  sweep = core.load(given.sweep)
-  planned = runner.chosen(sweep, given.only, given.seeds)
-  if given.slurm:
+  sweep = core.load(values.sweep)
+  planned = runner.chosen(sweep, values.only, values.seeds)
+  if values.slurm:
     jobs = runner.submit(
-      given.sweep, sweep, planned, folder, shlex.split(given.sbatch)
+      values.sweep, sweep, planned, folder, shlex.split(values.sbatch)
     )
     print(f'jobs: {" ".join(jobs) or "none, all is done"}')
     return
   try:
-    if not given.table:
-      runner.run(given.sweep, sweep, planned, folder, parallel=given.parallel)
+    if not values.table:
+      runner.run(values.sweep, sweep, planned, folder, parallel=values.parallel)
   finally:
     print(figures.write(sweep, folder))
     print(f'figures: {folder}/results.csv, results.parquet, curves.png')

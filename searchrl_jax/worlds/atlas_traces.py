@@ -237,7 +237,7 @@ class _Script:
   ) -> Generator[str, tuple[Passage, ...], bool]:
     """Looks up a fact of each person; returns whether it found all passages."""
     section = atlas.SECTION[relation]
-    wanted = {f'{person}, {section}' for person in people}
+    names = {f'{person}, {section}' for person in people}
     if self.spare and self.chance(self.mix.waste):
       others = [r for r, s in atlas.SECTION.items() if s != section]
       other = others[self.rng.integers(len(others))]
@@ -247,13 +247,11 @@ class _Script:
       poor = ('{0}', '{0} {1}', '{3} {2}')[self.rng.integers(3)]
       found = yield from self.look_up(read, relation, people, poor)
       self.spend()
-      if wanted <= found:
+      if names <= found:
         return True
       if not self.chance(self.mix.retry):
         return False
-    return wanted <= (
-      yield from self.look_up(read, relation, people, '{0} {2}')
-    )
+    return names <= (yield from self.look_up(read, relation, people, '{0} {2}'))
 
   def spend(self) -> None:
     self.spare -= 1

@@ -90,8 +90,9 @@ class VllmEngine(core.Engine):
     urls, self._sidecars = config.url.split(','), []
     near = all(urlsplit(url).hostname in _HERE for url in urls if url)
     memory = config.memory if near and cluster.size() == 1 else ''
-    where = folder / 'published', model_cfg, config.dtype, memory
-    self._publisher = publication.Publisher(*where)
+    self._publisher = publication.Publisher(
+      folder / 'published', model_cfg, config.dtype, memory
+    )
     self.version = None  # nothing is loaded yet
     model = {**families.fields(model_cfg), 'dtype': config.dtype}
     if not config.url:

@@ -179,7 +179,7 @@ class Server:
   async def _load(self, target: Published) -> dict[str, str]:
     adapter, base = target.adapter, self._base != target.path
     path = adapter.path if adapter else target.path
-    what = f'version {target.version} ({path})'
+    sent = f'version {target.version} ({path})'
     await self._pause()
     try:
       if base:
@@ -203,8 +203,8 @@ class Server:
     except Down:
       raise
     except EngineError as e:
-      raise SyncError(f'{self.url}: {what} could not be loaded: {e}') from e
-    checksum.compare(wanted, loaded, f'{self.url}, sent {what},')
+      raise SyncError(f'{self.url}: {sent} could not be loaded: {e}') from e
+    checksum.compare(wanted, loaded, f'{self.url}, sent {sent},')
     self.version = target.version
     # Without an adapter, every version has weights of its own.
     self._base = target.path if adapter else None
