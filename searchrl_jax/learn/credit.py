@@ -67,8 +67,8 @@ def assign(config, batch: StepBatch, *, old, ref, values, greedy) -> Credit:
   metrics, penalty = {}, None
   if a.kl == 'reward':
     kl = lambda x, r: losses.kl(x, r, a.kl_estimator)
-    found = [[*map(kl, xs, rs)] for xs, rs in zip(old, ref)]
-    penalty = batching.unpacked(minibatches, found, masks)
+    by_token = [[*map(kl, xs, rs)] for xs, rs in zip(old, ref)]
+    penalty = batching.unpacked(minibatches, by_token, masks)
     tokens = sum(int(b.mask.sum()) for mini in minibatches for b in mini)
     metrics['kl_ref'] = sum(x.sum() for x in penalty) / max(tokens, 1)
   if 'mask' in taken:
@@ -83,15 +83,16 @@ def assign(config, batch: StepBatch, *, old, ref, values, greedy) -> Credit:
   if values is not None:
     arrays['critic'] = batching.unpacked(minibatches, values, masks)
   # What is left out of the batch is in no statistic: its KL is not known.
-  valid, given = batch.kept, [arrays[name] for name in taken]
+  valid, inputs = batch.kept, [arrays[name] for name in taken]
   kw = a.advantage_kw
-  found = function(a.advantage)(earned, valid, batch.group_ids, *given, **kw)
-  carries = np.array([bool(np.any(x)) for x in found])
+  assign_to = function(a.advantage)
+  assigned = assign_to(earned, valid, batch.group_ids, *inputs, **kw)
+  carries = np.array([bool(np.any(x)) for x in assigned])
   carrying = np.unique(batch.group_ids[carries]).size
   metrics['gradient_groups'] = carrying / max(len(batch.groups), 1)
   targets = None
   if 'critic' in taken:
-    of = getattr(function(a.advantage), 'targets', advantages.lambda_returns)
-    given = [arrays[name] for name in lookup.inputs(of)[2:]]
-    targets = of(earned, valid, *given, gamma=kw.gamma, lam=kw.lam)
-  return Credit(found, targets, metrics)
+    of = getattr(assign_to, 'targets', advantages.lambda_returns)
+    inputs = [arrays[name] for name in lookup.inputs(of)[2:]]
+    targets = of(earned, valid, *inputs, gamma=kw.gamma, lam=kw.lam)
+  return Credit(assigned, targets, metrics)
