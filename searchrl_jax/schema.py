@@ -185,7 +185,8 @@ def base() -> ConfigDict:
   # are real, the first ones; -1 = all.
   c.env.real_searches = 0
   c.env.search_when = 'always'  # always; entropy: where the policy is unsure
-  # Observations in the loss too (Search-R1's state_masking=false), with the
+  # All that the environment wrote in the loss too: observations, feedback and
+  # notes (Search-R1's state_masking=false), with the
   # trainer's old log-probs and weight 1.
   c.env.train_observations = False
 

@@ -234,7 +234,8 @@ class Evaluator:
     """'sampled/SCORE' of config.eval.sampled questions of each set, at the
     temperature of the rollouts.
 
-    Warns if these answers are far worse: RL learns from such samples.
+    Warns if these answers are far worse, or worth nothing: RL learns from such
+    samples.
 
     values: what `run` gave.
     """
@@ -247,7 +248,13 @@ class Evaluator:
     other = dataclasses.replace(self, config=config, name='sampled')
     found = {k: v for k, v in other.run(step) if '=' not in k}
     low, high = values.get('eval/f1/low', 0.0), found.get('sampled/f1/high')
-    if high is not None and high < low / 2:
+    if high == 0:
+      logging.warning(
+        f'at config.rollout.temperature={r.temperature:g} the policy has F1 0 '
+        'in all samples: RL learns from such samples, and finds nothing to '
+        'select in them; see "A reward that stays at 0" in docs/diagnostics.md'
+      )
+    elif high is not None and high < low / 2:
       logging.warning(
         f'at config.rollout.temperature={r.temperature:g} the policy has F1 '
         f'{found["sampled/f1"]:.3f}, and {values["eval/f1"]:.3f} at '

@@ -82,7 +82,8 @@ def assign(config, batch: StepBatch, *, old, ref, values, greedy) -> Credit:
     arrays['structure'] = structure.of(batch.trajectories, masks)
   if values is not None:
     arrays['critic'] = batching.unpacked(minibatches, values, masks)
-  # What is left out of the batch is in no statistic: its KL is not known.
+  # To an advantage, what is left out of the batch is not valid: its KL is not
+  # known.
   valid, inputs = batch.kept, [arrays[name] for name in taken]
   kw = a.advantage_kw
   assign_to = function(a.advantage)

@@ -6,12 +6,13 @@ denominator (`denominator`) is computed up front from the masks of the whole
 minibatch. So microbatches add up to the minibatch exactly, on any mesh, and
 an empty microbatch gives 0, not 0/0.
 
-No loss is named after an algorithm: GRPO and PPO are `clip` with an advantage
-and an aggregation (configs/algorithms.py). `train.train` calls
+GRPO and PPO have no loss of their own: they are `clip` with an advantage and an
+aggregation (configs/algorithms.py). `train.train` calls
 `Learner.update`, which calls `Updater.step`; its compiled program calls the
 objective of `objectives.policy`, which calls the loss.
 
-Axes: B sequences, T tokens. mask [B, T] is True for target tokens in the loss.
+Axes: B trajectories, each a line of its own (`update.by_trajectory` unpacks
+rows), T tokens. mask [B, T] is True for target tokens in the loss.
 Log-probs are natural logarithms, float32, of the token at the same position,
 and arbitrary outside the mask.
 """
@@ -37,13 +38,13 @@ def _sum(x, mask):
   return jnp.sum(jnp.where(mask, x.astype(jnp.float32), 0.0))
 
 
-def _per_row(x, mask):
-  """Sum over the loss tokens of each row, [B, 1]."""
+def _per_trajectory(x, mask):
+  """Sum over the loss tokens of each trajectory, [B, 1]."""
   return jnp.sum(jnp.where(mask, x, 0.0), axis=-1, keepdims=True)
 
 
-def _row_tokens(mask):
-  """Loss tokens in each row, at least 1: float32 [B, 1]."""
+def _trajectory_tokens(mask):
+  """Loss tokens of each trajectory, at least 1: float32 [B, 1]."""
   n = jnp.sum(mask, axis=-1, keepdims=True, dtype=jnp.float32)
   return jnp.maximum(n, 1.0)
 
@@ -53,11 +54,11 @@ def _masked(mask, *arrays):
 
 
 def _ratio(logps, old_logps, mask, ratio: str):
-  """pi / pi_old of each token, or of its row (see `clip`), [B, T]."""
+  """pi / pi_old of each token, or of its trajectory (see `clip`), [B, T]."""
   log_r = logps - old_logps
   if ratio in ('sequence', 'product'):
-    n = _row_tokens(mask) if ratio == 'sequence' else 1.0
-    log_r = jnp.broadcast_to(_per_row(log_r, mask) / n, mask.shape)
+    n = _trajectory_tokens(mask) if ratio == 'sequence' else 1.0
+    log_r = jnp.broadcast_to(_per_trajectory(log_r, mask) / n, mask.shape)
   return _exp(log_r)
 
 
@@ -115,7 +116,7 @@ def importance_weights(
   if tis == 'none':
     return jnp.ones_like(log_w), jnp.zeros(mask.shape, bool)
   if tis == 'sequence':
-    log_w = jnp.broadcast_to(_per_row(log_w, mask), mask.shape)
+    log_w = jnp.broadcast_to(_per_trajectory(log_w, mask), mask.shape)
   w = jax.lax.stop_gradient(_exp(log_w))
   if mode == 'mask':
     outside = (w > cap) | (w < floor)
@@ -317,15 +318,15 @@ def aggregate(loss, mask, aggregation: str):
   by a constant horizon (Dr. GRPO, arXiv 2503.20783, appendix).
   """
   if aggregation == 'sequence':
-    return jnp.sum(_per_row(loss, mask) / _row_tokens(mask))
+    return jnp.sum(_per_trajectory(loss, mask) / _trajectory_tokens(mask))
   return _sum(loss, mask)
 
 
 def denominator(masks, aggregation: str, horizon: int) -> float:
   """What the numerators of a minibatch are divided by, from NumPy masks.
 
-  token: loss tokens. sequence: rows with a loss token. sequence_sum: those
-  rows x horizon (in tokens). At least 1: an empty minibatch has loss 0.
+  token: loss tokens. sequence: trajectories with one. sequence_sum: those x
+  horizon (in tokens). At least 1: an empty minibatch has loss 0.
 
   Raises:
     ValueError: sequence_sum without a horizon.

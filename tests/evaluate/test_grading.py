@@ -241,6 +241,24 @@ def test_sampling_is_that_of_the_evaluation():
   assert [(s.temperature, s.top_p, s.top_k) for s in taken] == [(0.0, 1.0, 0)]
 
 
+def test_samples_that_earn_nothing_or_far_less_are_warned_of(caplog):
+  class Known(grading.Evaluator):
+    """Samples have this F1."""
+
+    def run(self, step):
+      return iter((('sampled/f1', f1), ('sampled/f1/high', f1)))
+
+  c = schema.base()
+  known = Known(
+    {'a': [question()]}, env=ENV, engine=None, source=None, config=c
+  )
+  greedy = {'eval/f1': 0.5, 'eval/f1/low': 0.4}
+  for f1, said in ((0.0, 'F1 0 in all'), (0.1, 'F1 0.100'), (0.3, '')):
+    caplog.clear()
+    assert known.sampled(-1, greedy)['sampled/f1'] == f1
+    assert said in caplog.text and bool(said) == bool(caplog.records)
+
+
 def test_trajectories_and_ids_are_kept(tmp_path):
   c = config()
   with writer.Writer(tmp_path, c, out=io.StringIO()) as w:
