@@ -255,7 +255,7 @@ def test_each_server_is_verified(fakes, tmp_path, stale):
   if stale is None:
     asyncio.run(main())
   else:
-    with pytest.raises(SyncError, match='kept a cache of the old weights'):
+    with pytest.raises(SyncError, match='cache'):
       asyncio.run(main())
 
 
@@ -323,7 +323,7 @@ def test_a_cancelled_call_leaves_the_handle_and_the_server(fake, tmp_path):
     handle = engine.open(prompt(engine))
     task = asyncio.create_task(engine.generate(handle, Sampling(max_tokens=50)))
     await until(lambda: fake.running)
-    with pytest.raises(EngineError, match='is generating'):
+    with pytest.raises(EngineError, match='generating'):
       engine.append(handle, [1])
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -614,7 +614,7 @@ def test_nobody_there_and_no_url(fake, tmp_path):
 
   asyncio.run(main())
   fake.start()
-  with pytest.raises(EngineError, match="'127.0.0.1:80' is no http"):
+  with pytest.raises(EngineError, match="'127.0.0.1:80'"):
     VllmEngine(CFG, None, Letters(), config(url='127.0.0.1:80'), None, tmp_path)
 
 
@@ -622,7 +622,7 @@ def test_nothing_is_sampled_before_the_first_sync(fake, tmp_path):
   engine = make([fake], tmp_path)
 
   async def main():
-    with pytest.raises(EngineError, match='call sync first'):
+    with pytest.raises(EngineError, match='call sync'):
       await engine.generate(engine.open(Prompt((1,))), Sampling(max_tokens=1))
     await engine.shutdown()
 
@@ -689,7 +689,7 @@ def test_servers_are_started_on_the_devices_named(
 
 @pytest.mark.parametrize('device', ['gpu', 'gpus:', 'tpu:0'])
 def test_a_device_that_is_none_is_refused(tmp_path, device):
-  with pytest.raises(EngineError, match='argument --gpus: invalid'):
+  with pytest.raises(EngineError, match='--gpus'):
     client._start(config(device=device), tmp_path)
 
 
