@@ -185,7 +185,7 @@ def test_parts_are_joined(source, right, tmp_path, form):
   if form == 'index':
     assert (tmp_path / 'x/faiss/Flat.index').read_bytes() == data
   said = refused(tmp_path / 'other', source, parts[0])
-  assert '--adopt for each part' in said
+  assert 'each part' in said
 
 
 def test_parts_in_the_wrong_order_can_be_given_again(source, right, tmp_path):
@@ -193,7 +193,7 @@ def test_parts_in_the_wrong_order_can_be_given_again(source, right, tmp_path):
   parts = [tmp_path / 'part_aa', tmp_path / 'part_ab']
   for part, half in zip(parts, (data[:38400], data[38400:]), strict=True):
     part.write_bytes(half)
-  with pytest.raises(AdoptError, match='in another order'):
+  with pytest.raises(AdoptError, match='another order'):
     take(tmp_path, source, *reversed(parts))
   take(tmp_path, source, *parts)
   np.testing.assert_array_equal(vectors.open_vectors(tmp_path / 'x'), right)
@@ -205,7 +205,7 @@ def test_vectors_of_another_encoder_are_not_overwritten(
   build(tmp_path / 'x', corpus=source, index=['dense_faiss:Flat'])
   other = encode(source, path='other')
   np.save(tmp_path / 'other.npy', other)
-  with pytest.raises(VectorsError, match='holds vectors of something else'):
+  with pytest.raises(VectorsError, match='something else'):
     take(tmp_path, source, tmp_path / 'other.npy', encoder='other')
   np.testing.assert_array_equal(vectors.open_vectors(tmp_path / 'x'), right)
 
@@ -309,7 +309,7 @@ def test_wrong_files(source, right, tmp_path, form, said):
 def test_rows_that_are_no_numbers(source, right, tmp_path):
   x = right.copy()
   x[377, 3] = np.inf
-  with pytest.raises(VectorsError, match='vector 377, counted from 0, is not'):
+  with pytest.raises(VectorsError, match='vector 377'):
     take(tmp_path, source, write_raw(tmp_path / 'emb', x), sample=8)
 
 
@@ -344,5 +344,5 @@ def test_corpus_that_changed_is_refused_first(source, right, tmp_path):
   path = write_raw(tmp_path / 'emb', right)
   take(tmp_path, source, path)
   assert len(open_store(tmp_path / 'x/corpus.arrow')) == COUNT
-  with pytest.raises(VectorsError, match="encoder.pooling was 'mean'"):
+  with pytest.raises(VectorsError, match="encoder.pooling .*'mean'"):
     build(tmp_path / 'x', index=['dense_jax'], pooling='cls')

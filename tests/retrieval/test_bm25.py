@@ -539,7 +539,7 @@ def test_an_index_cut_short_is_refused(saved, name, keep):
   path = folder / f'{name}.npy'
   whole = path.read_bytes()
   path.write_bytes(whole[: int(keep * len(whole)) if keep == 0.5 else keep])
-  with pytest.raises(ValueError, match='cut short or damaged') as error:
+  with pytest.raises(ValueError, match='damaged') as error:
     BM25Index.open(folder)
   assert str(folder) in str(error.value) and 'build_index' in str(error.value)
 
@@ -553,7 +553,7 @@ def test_a_damaged_index_is_refused(saved, name):
   whole = bytearray(path.read_bytes())
   whole[len(whole) * 3 // 4] ^= 0x40
   path.write_bytes(whole)
-  with pytest.raises(ValueError, match='damaged .another sample_sha256'):
+  with pytest.raises(ValueError, match='sample_sha256'):
     BM25Index.open(folder)
 
 
@@ -584,7 +584,7 @@ def test_what_is_no_index_is_refused(saved):
   with pytest.raises(ValueError, match='damaged .*rows.npy'):
     BM25Index.open(folder)
   about.unlink()
-  with pytest.raises(ValueError, match='no whole BM25 index'):
+  with pytest.raises(ValueError, match='no bm25.json'):
     BM25Index.open(folder)
 
 
@@ -598,7 +598,7 @@ def test_a_build_that_fails_leaves_no_index(saved):
 
   with pytest.raises(OSError, match='gone'):
     BM25Index.build(Broken('ab'), folder)
-  with pytest.raises(ValueError, match='no whole BM25 index'):
+  with pytest.raises(ValueError, match='no bm25.json'):
     BM25Index.open(folder)
 
 

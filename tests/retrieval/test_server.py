@@ -142,7 +142,7 @@ def test_bad_flags(corpus_path):
 
 def test_not_ready_in_time(corpus_path, tmp_path):
   begun = time.monotonic()
-  with pytest.raises(ServerError, match='not ready after 0.01 s'):
+  with pytest.raises(ServerError, match='0.01 s'):
     start_server(corpus_path, log_path=tmp_path / 'log', timeout_s=0.01)
   assert time.monotonic() - begun < 10
 
@@ -319,7 +319,7 @@ def test_a_folder_that_does_not_fit_is_refused(folder, tmp_path):
     done = run('--port=0', f'--index_folder={path}', *flags)
     assert done.returncode == 1 and said in done.stderr
   # A process of its own, since it opens an encoder.
-  with pytest.raises(ServerError, match='sees no GPU.*--faiss_gpu') as error:
+  with pytest.raises(ServerError, match='GPU.*--faiss_gpu') as error:
     start_server(
       log_path=tmp_path / 'log',
       index_folder=path,
@@ -384,7 +384,7 @@ def test_whatever_is_served_compiles_before_it_is_ready(
     env={k: v for k, v in os.environ.items() if k not in nowhere},
   )
   assert done.returncode == 0, done.stderr
-  assert 'programs are not kept (--compile_cache): no home' in done.stderr
+  assert '--compile_cache' in done.stderr
   programs, compiled, identity = done.stdout.split(' ', 2)
   assert int(programs) > 3 and int(compiled) == 0
   assert '"encoder_dtype": "bfloat16"' in identity
@@ -492,7 +492,7 @@ def test_parent_that_is_gone_already(corpus_path):
   gone = subprocess.Popen([sys.executable, '-c', ''])
   gone.wait()
   done = run(f'--corpus={corpus_path}', '--port=0', f'--parent_pid={gone.pid}')
-  assert done.returncode == 1 and 'no process' in done.stderr
+  assert done.returncode == 1 and f'--parent_pid={gone.pid}' in done.stderr
 
 
 @pytest.mark.parametrize(
