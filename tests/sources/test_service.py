@@ -299,7 +299,7 @@ def test_check_of_replicas(server, other, caplog):
   other.health = {'identity': {'corpus': 1}, 'uptime_s': 5}
   assert check(two(server, other)) == server.health
   other.health = {'identity': {'corpus': 2}}
-  with pytest.raises(SourceError, match='do not serve the same') as error:
+  with pytest.raises(SourceError, match='config.source.url') as error:
     check(two(server, other))
   assert server.url in str(error.value) and other.url in str(error.value)
   absent = config(f'http://127.0.0.1:9,{other.url}', attempts=1)
