@@ -136,8 +136,8 @@ def question_name(asked):
   [
     (dict(useful=1.5), 'useful=1.5'),
     (dict(useful=-1.0), 'useful=-1'),
-    (dict(worlds=0), 'at least one'),
-    (dict(n=1), 'at least one'),
+    (dict(worlds=0), 'worlds=0'),
+    (dict(n=1), 'n=1 '),
   ],
 )
 def test_bad_fields_are_named(fields, said):

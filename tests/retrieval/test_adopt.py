@@ -225,14 +225,14 @@ def test_across_disks_it_is_copied(source, right, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
   'move, said',
   [
-    (lambda x: np.roll(x, 1, axis=0), 'or has a passage more'),
-    (lambda x: np.roll(x, -1, axis=0), 'or has a passage more'),
-    (lambda x: np.random.default_rng(1).permutation(x), 'in another order'),
-    (lambda x: x[::-1].copy(), 'in another order'),
-    (lambda x: x * 3, 'lengths do not'),
+    (lambda x: np.roll(x, 1, axis=0), 'in row'),
+    (lambda x: np.roll(x, -1, axis=0), 'in row'),
+    (lambda x: np.random.default_rng(1).permutation(x), 'in row'),
+    (lambda x: x[::-1].copy(), 'in row'),
+    (lambda x: x * 3, '--[no]normalise'),
     (
       lambda x: np.random.default_rng(1).normal(size=x.shape).astype('f4'),
-      'another model or another corpus was used',
+      'another model',
     ),
   ],
 )
@@ -254,7 +254,7 @@ def test_misplaced_rows_are_named(source, right, tmp_path, move, said, form):
     (dict(passage_prefix=''), {}, "--passage_prefix=''"),
     (dict(passage_prefix='query: '), {}, "--passage_prefix='query: '"),
     (dict(pooling='cls'), {}, "--pooling='cls'"),
-    (dict(path='other'), {}, 'another model or another corpus was used'),
+    (dict(path='other'), {}, 'another model'),
   ],
 )
 def test_wrong_settings_are_named(source, tmp_path, made, given, said):
@@ -267,18 +267,18 @@ def test_wrong_settings_are_named(source, tmp_path, made, given, said):
 @pytest.mark.parametrize(
   'form, said',
   [
-    ('fewer', 'holds 599 vectors of 32 dimensions; the corpus has 600'),
-    ('narrow', 'holds 600 vectors of 16 dimensions'),
-    ('L2', 'a FAISS index of metric 1, not of inner product'),
-    ('raw fewer', 'nor 600 raw vectors of 32 dimensions, which take 76800'),
-    ('cut', 'nor a whole FAISS index'),
-    ('empty', 'nor a whole FAISS index'),
-    ('junk', 'nor a whole FAISS index'),
+    ('fewer', '599 vectors'),
+    ('narrow', '16 dimensions'),
+    ('L2', 'metric 1'),
+    ('raw fewer', '76800'),
+    ('cut', '76800'),
+    ('empty', '76800'),
+    ('junk', '76800'),
     ('npy cut', 'emb'),
     ('npy int', 'holds int64'),
     ('npy object', 'emb'),
     ('npy 1d', '(19200,)'),
-    ('SQ', 'IndexScalarQuantizer; known are'),
+    ('SQ', 'IndexScalarQuantizer'),
   ],
 )
 def test_wrong_files(source, right, tmp_path, form, said):

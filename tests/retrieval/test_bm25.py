@@ -340,11 +340,8 @@ def test_a_query_that_cannot_find_anything_is_named_once(capsys):
   index = BM25Index(['Paris is a city'])
   index.search(['Paris', 'London', '', '首都', '首都は', '?!', 'the', ' '], 3)
   asked = capsys.readouterr().err.splitlines()
-  assert [line.split(' WARNING: ')[1] for line in asked] == [
-    "the query '首都' needs an index that is built with --analyzer=scripts; it "
-    'finds nothing',
-    "the query '?!' has no word but stop words; it finds nothing",
-  ]
+  assert [line.split("'")[1] for line in asked] == ['首都', '?!']
+  assert '--analyzer=scripts' in asked[0]
 
 
 def test_scores_are_those_of_bm25s_to_the_bit():
@@ -571,8 +568,8 @@ def test_what_is_no_index_is_refused(saved):
   about = folder / 'bm25.json'
   record = json.loads(about.read_text())
   for change, said in (
-    ({'format': 2}, 'format 2, .* reads 1'),
-    ({'lengths': record['lengths'] | {'rows': 3}}, 'damaged .rows.npy holds'),
+    ({'format': 2}, 'format 2'),
+    ({'lengths': record['lengths'] | {'rows': 3}}, 'rows.npy'),
     ({'parameters': {'k2': 1}}, 'damaged'),
     ({'lengths': {}}, 'damaged'),
   ):

@@ -231,17 +231,10 @@ def test_other_corpus_is_refused(source, tmp_path):
 
 
 @pytest.mark.parametrize(
-  'name, said',
-  [
-    ('dense', 'not one of'),
-    ('bm25:x', 'not one of'),
-    ('', 'not one of'),
-    ('dense_faiss', 'not one of'),
-    ('dense_faiss:', 'not one of'),
-  ],
+  'name', ['dense', 'bm25:x', '', 'dense_faiss', 'dense_faiss:']
 )
-def test_wrong_index_is_refused_before_work(source, tmp_path, name, said):
-  with pytest.raises(ValueError, match=said):
+def test_wrong_index_is_refused_before_work(source, tmp_path, name):
+  with pytest.raises(ValueError, match=f'--index={name}: '):
     build(tmp_path / 'x', corpus=source, index=['bm25', name])
   assert not (tmp_path / 'x').exists()
 

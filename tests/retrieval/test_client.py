@@ -237,10 +237,8 @@ def test_an_error_behind_a_proxy_names_it(proxy):
   assert 'http_proxy=http://127.0.0.1:1' in str(error)
   with Faults(reply(b'', '403 Forbidden')) as faults:
     proxy('http_proxy', faults.url)
-    error = failure('http://10.0.0.1:8000')
-    assert f"HTTP 403 '', through the proxy http_proxy={faults.url}" in str(
-      error
-    )
+    said = str(failure('http://10.0.0.1:8000'))
+    assert 'HTTP 403' in said and f'http_proxy={faults.url}' in said
   proxy('no_proxy', '10.0.0.1')
   assert 'proxy' not in str(
     failure('http://10.0.0.1:9', timeout_s=0.1, retries=0)

@@ -78,14 +78,14 @@ def test_utf_16_is_told_by_its_bytes(
   'content, said',
   [
     (f'[{GOOD},\n{GOOD}]', 'jq -c ".\\[\\]" FILE'),
-    (f'[{GOOD}]', 'a JSON list, not an object. .*jq -c ".\\[\\]" FILE'),
+    (f'[{GOOD}]', 'list.*jq -c ".\\[\\]" FILE'),
     (json.dumps({'id': 'a', 'contents': 'x'}, indent=1), 'jq -c . FILE'),
     ('id\tcontents\na\tx', r"read_csv\(FILE, sep='\\t'"),
     ('id,contents\na,x', r"read_csv\(FILE, sep=','"),
     ('version https://git-lfs.github.com/spec/v1\noid', 'git lfs pull'),
-    ('plain text', 'Write one JSON object per line'),
-    (b'{"id": "a", "contents": "caf\xe9"}', 'Convert the file to UTF-8'),
-    (b'PK\x03\x04\x14\0\xff\xfe', 'unpack it if it is packed'),
+    ('plain text', 'per line'),
+    (b'{"id": "a", "contents": "caf\xe9"}', 'UTF-8'),
+    (b'PK\x03\x04\x14\0\xff\xfe', 'unpack'),
   ],
 )  # fmt: skip
 def test_another_format_is_named_with_its_conversion(tmp_path, content, said):
@@ -140,19 +140,19 @@ def test_blank_lines_marks_and_numbers_are_tolerated(tmp_path):
   'line, said',
   [
     ('{"id": "b", "contents": ', 'not JSON'),
-    ('["b"]', 'a JSON list, not an object'),
-    ('null', 'not an object'),
+    ('["b"]', 'JSON list'),
+    ('null', 'NoneType'),
     ('[' * 100_000, 'not JSON'),
     ('{"id": "b"}', "no field 'contents'"),
-    ('{"id": "b", "title": "t", "text": "x"}', 'Join title and text'),
+    ('{"id": "b", "title": "t", "text": "x"}', 'Join title'),
     ('{"contents": "x"}', "no field 'id'"),
-    ('{"id": "b", "contents": 3}', "'contents' is 3, not a string"),
+    ('{"id": "b", "contents": 3}', "'contents' is 3"),
     ('{"id": "b", "contents": null}', "'contents' is None"),
-    ('{"id": "b", "contents": "x", "title": ["y"]}', "'title' is ['y'], not a"),
-    ('{"id": "b", "contents": "x", "title": NaN}', "'title' is nan, not a"),
+    ('{"id": "b", "contents": "x", "title": ["y"]}', "'title' is ['y']"),
+    ('{"id": "b", "contents": "x", "title": NaN}', "'title' is nan"),
     ('{"id": true, "contents": "x"}', "'id' is True"),
     ('{"id": "", "contents": "x"}', "'id' is ''"),
-    ('{"id": "a", "contents": "y"}', "'a' was already used on line 1"),
+    ('{"id": "a", "contents": "y"}', 'line 1'),
     ('{"id": "b", "contents": "\\ud800"}', 'surrogate'),
     (b'{"id": "b", "contents": "\xff"}', "'utf-8' codec can't decode"),
   ],
@@ -238,10 +238,7 @@ def test_lines_of_a_tar_are_those_of_its_file(tmp_path):
 
 @pytest.mark.parametrize(
   'names, said',
-  [
-    ([], r'a tar with no file \(none\), .* Unpack it'),
-    (['a.jsonl', 'b.txt'], r"several files \('a.jsonl', 'b.txt'\), .* Unpack"),
-  ],
+  [([], r'\(none\)'), (['a.jsonl', 'b.txt'], r"\('a.jsonl', 'b.txt'\)")],
 )
 def test_a_tar_that_holds_not_one_file_is_refused(tmp_path, names, said):
   path = tmp_path / 'c.tar.gz'

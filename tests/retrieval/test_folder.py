@@ -156,15 +156,15 @@ def test_an_absent_index_comes_with_the_command_that_makes_it(made):
 @pytest.mark.parametrize(
   'path, value, said',
   [
-    ('format', 2, 'format is 2, this version reads 1'),
+    ('format', 2, 'format is 2'),
     ('format', None, 'format is None'),
-    ('corpus.count', 8, r'corpus.count was 8, is 7'),
-    ('corpus.count', '7', "corpus.count was '7', is 7"),
-    ('corpus.sha256', 'abc', r"corpus.sha256 was 'abc', is '[0-9a-f]{64}'"),
-    ('corpus', None, 'manifest.json: is damaged'),
-    ('vectors.dim', 31, r'vectors.shape was \[7, 31\], is \[7, 32\]'),
-    ('vectors.dtype', 'float16', "dtype was 'float16', is 'float32'"),
-    ('vectors', 3, 'manifest.json: is damaged'),
+    ('corpus.count', 8, r'corpus.count .*8.*7'),
+    ('corpus.count', '7', "corpus.count .*'7'.* 7"),
+    ('corpus.sha256', 'abc', r"corpus.sha256 .*'abc'.* '[0-9a-f]{64}'"),
+    ('corpus', None, 'manifest.json.*damaged'),
+    ('vectors.dim', 31, r'vectors.shape.*\[7, 31\].*\[7, 32\]'),
+    ('vectors.dtype', 'float16', "dtype .*'float16'.*'float32'"),
+    ('vectors', 3, 'manifest.json.*damaged'),
   ],
 )
 def test_a_manifest_that_does_not_match_names_the_field(

@@ -100,8 +100,7 @@ def test_port_taken(corpus_path, tmp_path):
 
 
 @pytest.mark.parametrize(
-  'content, said',
-  [('', 'is empty'), ('{"id": "1"}\n', ":1: no field 'contents'")],
+  'content, said', [('', 'empty'), ('{"id": "1"}\n', ":1: no field 'contents'")]
 )
 def test_bad_corpus(tmp_path, content, said):
   path = tmp_path / 'c.jsonl'
@@ -311,10 +310,10 @@ def test_several_indexes_are_fused_and_reranked(folder, tmp_path, monkeypatch):
 def test_a_folder_that_does_not_fit_is_refused(folder, tmp_path):
   path, encoder, _ = folder
   for said, flags in (
-    ("no index 'dense_faiss:HNSW64'", ['--index=dense_faiss:HNSW64']),
-    ('needs an encoder', ['--index=dense_jax']),
-    ('--faiss_gpu is of dense_faiss', ['--index=bm25', '--faiss_gpu']),
-    ('no index folder', [f'--index_folder={tmp_path}']),
+    ("'dense_faiss:HNSW64'", ['--index=dense_faiss:HNSW64']),
+    ('--encoder', ['--index=dense_jax']),
+    ('--faiss_gpu', ['--index=bm25', '--faiss_gpu']),
+    ('no manifest.json', [f'--index_folder={tmp_path}']),
   ):
     done = run('--port=0', f'--index_folder={path}', *flags)
     assert done.returncode == 1 and said in done.stderr

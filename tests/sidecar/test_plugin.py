@@ -321,13 +321,13 @@ def refused(server, path, match):
 
 
 def test_a_version_that_is_not_there_is_refused(server):
-  refused(server, server.publisher.path(99), 'is no complete publication.*13')
+  refused(server, server.publisher.path(99), '00000099.*00000013')
 
 
 def test_half_a_version_is_refused(server, tmp_path):
   path = damaged(server, tmp_path)
   shutil.rmtree(path / 'arrays/state.model.layers.0.mlp.gate_proj.weight')
-  refused(server, path, "'layers/gate' .* is missing")
+  refused(server, path, "'layers/gate'")
 
 
 def test_a_load_that_breaks_halfway_can_be_made_good(server, tmp_path):

@@ -163,8 +163,8 @@ def test_a_query_is_sampled_from_a_stream_of_its_own():
     ('useful', 'documents, please', '{query}'),
     ('noisy', '{query} {gold}', 'query.*question'),
     ('useful', '{query} {', 'brace'),
-    ('document', 'Doc (', 'no regular expression'),
-    ('document', 'Doc', 'needs a group'),
+    ('document', 'Doc (', 'regular expression'),
+    ('document', 'Doc', 'group'),
   ],
 )
 def test_fields_that_cannot_work_are_named_at_the_start(field, value, said):
