@@ -163,9 +163,9 @@ def test_filters(tmp_path):
   with pytest.raises(DataError, match=r"y\.jsonl:2: id '0' .*y\.jsonl:1$"):
     jsonl.load(same, source='nq*')
   for kw, says in (
-    ({'source': 'hotpt'}, "did you mean 'hotpot'"),
-    ({'hops': 3}, r'hops=3; there are: 1, 2'),
-    ({'split': 'deb'}, "did you mean 'dev'"),
+    ({'source': 'hotpt'}, "'hotpt'.*'hotpot'"),
+    ({'hops': 3}, r'hops=3.*1, 2'),
+    ({'split': 'deb'}, "'deb'.*'dev'"),
     ({'n': -1}, 'n=-1'),
   ):
     with pytest.raises(DataError, match=says):

@@ -579,9 +579,9 @@ def test_a_pause_and_a_sleep_left_by_a_dead_trainer_are_ended(fake, tmp_path):
     (dict(name='Qwen/Qwen2.5-3B'), "serves 'Qwen/Qwen2.5-3B'.*vllm.launcher"),
     (dict(max_len=None, name='gguf'), "serves 'gguf'.*vllm.launcher"),
     (dict(max_len=64), 'max_model_len=64.*config.engine.max_len=64'),
-    (dict(vocab_size=91), 'vocab_size=91, expected 90'),
-    (dict(n_layers=3), 'n_layers=3, expected 2'),
-    (dict(dtype='bfloat16'), "dtype='bfloat16', expected 'float32'"),
+    (dict(vocab_size=91), 'vocab_size=91.* 90'),
+    (dict(n_layers=3), 'n_layers=3.* 2'),
+    (dict(dtype='bfloat16'), "dtype='bfloat16'.* 'float32'"),
   ],
   ids=lambda x: next(iter(x)) if isinstance(x, dict) else '',
 )

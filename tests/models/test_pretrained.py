@@ -180,7 +180,7 @@ def test_another_architecture_is_named(tmp_path):
   folder = models.write(tmp_path, 'qwen3')
   cfg = pretrained.read_config(folder)
   other = dataclasses.replace(cfg, rope_theta=5.0, dtype='bfloat16')
-  with pytest.raises(ValueError, match='rope_theta=1000000.0, expected 5.0'):
+  with pytest.raises(ValueError, match='rope_theta=1000000.0.* 5.0'):
     pretrained.load(folder, cfg=other)
 
 

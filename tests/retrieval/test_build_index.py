@@ -196,18 +196,17 @@ def test_stopped_encoding_goes_on(source, tmp_path, monkeypatch, at):
 @pytest.mark.parametrize(
   'change, said',
   [
-    (dict(encoder='other'), "encoder.sha256 was 'fake', is 'other'"),
-    (dict(pooling='cls'), "encoder.pooling was 'mean', is 'cls'"),
-    (dict(passage_prefix=''), "encoder.passage_prefix was 'passage: '"),
-    (dict(vectors='float16'), "dtype was 'float32', is 'float16'"),
+    (dict(encoder='other'), "encoder.sha256 .*'fake'.*'other'"),
+    (dict(pooling='cls'), "encoder.pooling .*'mean'.*'cls'"),
+    (dict(passage_prefix=''), "encoder.passage_prefix .*'passage: '"),
+    (dict(vectors='float16'), "dtype .*'float32'.*'float16'"),
   ],
 )
 def test_other_work_is_refused_by_name(source, tmp_path, change, said):
   build(tmp_path, corpus=source, index=['dense_jax'])
   before = contents(tmp_path)
-  with pytest.raises(vectors.VectorsError) as error:
+  with pytest.raises(vectors.VectorsError, match=f'{said}.*--restart'):
     build(tmp_path, corpus=source, index=['dense_faiss:Flat'], **change)
-  assert said in str(error.value) and '--restart' in str(error.value)
   assert contents(tmp_path) == before
   build(tmp_path, corpus=source, index=['dense_jax'], restart=True, **change)
 

@@ -5,6 +5,7 @@ import json
 import lzma
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import tarfile
@@ -377,19 +378,18 @@ def test_every_form_may_have_a_column_of_titles(save):
 @pytest.mark.parametrize(
   'row, said',
   [
-    (('b', None), "row 5: field 'contents' is None"),
-    (('', 'x'), "row 5: field 'id' is ''"),
-    ((None, 'x'), "row 5: field 'id' is None"),
-    (('a1', 'x'), "row 5: id 'a1' was already used on row 2"),
+    (('b', None), "row 5: .*'contents' is None"),
+    (('', 'x'), "row 5: .*'id' is ''"),
+    ((None, 'x'), "row 5: .*'id' is None"),
+    (('a1', 'x'), "row 5: .*'a1' .*row 2"),
   ],
 )
 def test_bad_row_is_named(save, row, said):
   rows = [(f'a{i}', 'x') for i in range(8)]
   rows[4] = row
   path = save(as_table(rows))
-  with pytest.raises(CorpusError) as error:
+  with pytest.raises(CorpusError, match=f'{re.escape(str(path))}: {said}'):
     read_corpus(path)
-  assert str(error.value).startswith(f'{path}: {said}')
 
 
 def test_columns_are_named(save):

@@ -404,8 +404,7 @@ def test_a_tool_that_is_not_configured_is_refused(tmp_path):
   build.check_environment(schema.base())
   with pytest.raises(
     ConfigError,
-    match=r"block 'calculate' of template .*calc.json' calls the tool "
-    r"'calculator', and config.tools has \[\]: set config.tools.calculator",
+    match="'calculate'.*calc.json'.*'calculator'.*config.tools.calculator",
   ):
     build.check_environment(config(tmp_path, tools=False))
 
