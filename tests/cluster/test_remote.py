@@ -108,4 +108,4 @@ def test_a_bucket_that_does_not_exist_is_one_line(bucket, tmp_path, url):
     assert processes.wait(120) == [2]
     said = processes.said(0)
   assert 'gs://none_such/run' in said
-  assert 'bucket' in said and 'Traceback' not in said
+  assert 'credentials' in said and 'Traceback' not in said

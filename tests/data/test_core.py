@@ -67,7 +67,6 @@ def test_an_id_of_two_sets_gets_the_sets_name(tmp_path):
   'fields, says',
   [
     ({'module': 'jsonl', 'pth': 'a'}, "'pth'.*'path'"),
-    ({'module': 'jsonl', 'layuot': 1}, "'layuot'.*'layout'"),
     ({'module': 'jsnl'}, "'jsnl'.*'jsonl'"),
     ({'path': 'a'}, 'field module'),
     ({'module': 'jsonl'}, "'jsonl'.*'path'"),

@@ -222,7 +222,7 @@ def test_a_killed_server_comes_back_under_its_address(start, caplog):
   [
     # What is dead is not waited for.
     (500, 0.3, '0.3 s'),
-    (503, 600, 'dead'),
+    (503, 600, 'is dead'),
     (0, 0.3, '0.3 s'),  # closed its port
   ],
 )

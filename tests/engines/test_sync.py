@@ -198,7 +198,7 @@ def test_a_stale_cache_is_caught(counted):
 def test_a_stale_cache_is_caught_though_a_small_step_away():
   engine = make_engine(Forgetful)
   engine.ready = True
-  with pytest.raises(SyncError, match='cache'):
+  with pytest.raises(SyncError, match='old weights'):
     verify(engine, small_step(make_params()))
 
 

@@ -96,7 +96,7 @@ def test_some_questions_do_not_find_their_passage(folder):
 def test_a_corpus_of_other_questions_is_refused(folder, way):
   with gzip.open(folder / 'corpus.jsonl.gz', 'wt') as file:
     file.write(json.dumps({'id': 'x', 'contents': '"A"\nb'}) + '\n')
-  with pytest.raises(DataError, match='passages'):
+  with pytest.raises(DataError, match='corpus.jsonl.gz .*passages'):
     load(folder, **{way: True})
 
 

@@ -498,7 +498,7 @@ def test_what_cannot_be_is_refused_before_anything_loads(fields, message):
 def test_a_proposer_by_ppo_needs_a_critic():
   c = ssp.get_config()
   c.selfplay.algorithm.update(algorithms.PPO)
-  with pytest.raises(ConfigError, match='critic'):
+  with pytest.raises(ConfigError, match='critic.lr=0'):
     start.check(c)
   c.critic.lr = 1e-3  # the solver, by GRPO, has no use for it
   start.check(c)

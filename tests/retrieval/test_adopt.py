@@ -228,7 +228,6 @@ def test_across_disks_it_is_copied(source, right, tmp_path, monkeypatch):
     (lambda x: np.roll(x, 1, axis=0), 'in row'),
     (lambda x: np.roll(x, -1, axis=0), 'in row'),
     (lambda x: np.random.default_rng(1).permutation(x), 'in row'),
-    (lambda x: x[::-1].copy(), 'in row'),
     (lambda x: x * 3, '--[no]normalise'),
     (
       lambda x: np.random.default_rng(1).normal(size=x.shape).astype('f4'),

@@ -219,7 +219,7 @@ def test_other_corpus_is_refused(source, tmp_path):
   same = tmp_path / 'same.gz'
   same.write_bytes(gzip.compress(open(source, 'rb').read()))
   build(tmp_path / 'x', corpus=str(same), index=['bm25'])
-  with pytest.raises(CorpusError, match='--corpus'):
+  with pytest.raises(CorpusError, match='Give --corpus'):
     build(tmp_path / 'y', index=['bm25'])
   # Vectors of one corpus beside another one's store.
   build(tmp_path / 'x', index=['dense_jax'])

@@ -627,7 +627,7 @@ def test_a_removed_folder_stops_its_run(tmp_path, again):
     if again:  # another start has the folder now, and the lock
       stack.enter_context(open_writer(folder))
     for write in (first.write, first.trajectories):
-      with pytest.raises(RunError, match='removed'):
+      with pytest.raises(RunError, match='removed while'):
         write(0, {} if write == first.write else [])
   assert (
     not (folder / 'metrics.jsonl').exists()

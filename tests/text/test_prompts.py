@@ -82,7 +82,7 @@ def test_files_that_cannot_be_read(tmp_path):
   with pytest.raises(FileNotFoundError, match='absent.json'):
     prompts.load(str(tmp_path / 'absent.json'))
   (tmp_path / 'x.json').write_text('{')
-  with pytest.raises(ValueError, match='x.json.*JSON'):
+  with pytest.raises(ValueError, match='not JSON'):
     prompts.load(str(tmp_path / 'x.json'))
   (tmp_path / 'x.json').write_text('[]')
   with pytest.raises(ValueError, match='JSON object'):
