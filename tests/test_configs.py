@@ -58,7 +58,7 @@ def test_every_method_changes_every_base(name):
     assert c.algorithm.kl == 'none', 'experiments/arena sets it'
     checks.check(c)
   checks.check_data(module.get_config(), world)
-  with pytest.raises(ValueError, match="'wieght' is unknown"):
+  with pytest.raises(ValueError, match="'wieght'"):
     module.get_config('wieght=1')
   # A test of its own, that is deleted with it.
   assert name == 'grpo' or (ROOT / f'tests/methods/test_{name}.py').exists()
@@ -100,7 +100,7 @@ def test_advantages_and_losses_say_what_they_need():
   checks.check(c)
   asked = Question('q', 'who?', meta={'known': True})
   checks.check_data(c, [asked])
-  with pytest.raises(DataError, match="'q-1' has no meta.*algorithm.loss"):
+  with pytest.raises(DataError, match="'q-1'.*meta.*algorithm.loss"):
     checks.check_data(c, [asked, Question('q-1', 'who?')])
 
 
@@ -119,7 +119,7 @@ def test_a_set_may_be_kept_to_select_by():
   c = tiny.config()
   for best in ('micro', 'absent'):
     c.checkpoint.best = f'eval/set={best}/em'
-    with pytest.raises(checks.ConfigError, match='beside those.*reported'):
+    with pytest.raises(checks.ConfigError, match=f"'{best}'.*config.data.eval"):
       checks.check(c)
   c.data.eval.other = c.data.eval.micro
   c.checkpoint.best = 'eval/set=micro/em'

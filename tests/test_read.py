@@ -105,7 +105,7 @@ def test_a_row_for_each_passage(run):
 
 def test_rows_of_evaluations(tmp_path):
   viewed.write_run(tmp_path, steps=1)
-  with pytest.raises(RunError, match='no evaluation.*`evaluate`'):
+  with pytest.raises(RunError, match='`evaluate`'):
     read.run(tmp_path).evaluations()
   rows = [
     grading.Row('dev', f'q{i}', 's', 1, 0, False, None, em=i / 2)
@@ -123,21 +123,21 @@ def test_rows_of_evaluations(tmp_path):
 
 
 def test_what_is_no_run(tmp_path):
-  with pytest.raises(RunError, match='nowhere: no such folder'):
+  with pytest.raises(RunError, match='nowhere: '):
     read.run(tmp_path / 'nowhere')
-  with pytest.raises(RunError, match='no config.json; give the --workdir'):
+  with pytest.raises(RunError, match='no config.json.*--workdir'):
     read.run(tmp_path)
 
 
 def test_a_run_that_is_being_written(tmp_path):
   tok, made = viewed.write_run(tmp_path, steps=2, open_=True)
-  with pytest.raises(RunError, match='being written: wait.*live=True'):
+  with pytest.raises(RunError, match='live=True'):
     read.run(tmp_path)
   with open(tmp_path / 'metrics.jsonl', 'a') as file:
     file.write('{"step": 2, "rew')
   assert [*read.run(tmp_path, live=True).metrics.index] == [-1, 0, 1]
   made.close()
-  with pytest.raises(RunError, match='ends within a line.*start the run again'):
+  with pytest.raises(RunError, match='within a line'):
     _ = read.run(tmp_path).metrics
 
 
@@ -146,12 +146,10 @@ def test_what_was_cut_off_or_is_of_another_version(tmp_path):
   path = tmp_path / 'trajectories' / 'step_00000000.parquet'
   data = path.read_bytes()
   run = read.run(tmp_path)
-  with pytest.raises(
-    RunError, match="no trajectories in 'eval'.*: trajectories"
-  ):
+  with pytest.raises(RunError, match="'eval'.*: trajectories"):
     run.trajectories('eval')
   path.write_bytes(data[: len(data) // 2])
-  with pytest.raises(RunError, match='0000.parquet.*cut off.*environment.json'):
+  with pytest.raises(RunError, match='0000.parquet.*environment.json'):
     run.trajectories()
   import pyarrow.parquet as pq
 
@@ -159,16 +157,16 @@ def test_what_was_cut_off_or_is_of_another_version(tmp_path):
   pq.write_table(pq.read_table(path).drop_columns(['earned_at', 'kept']), path)
   assert run.trajectories().kept.isna().all()  # columns that came later
   pq.write_table(pq.read_table(path).drop_columns(['segments']), path)
-  with pytest.raises(RunError, match='another version.*environment.json'):
+  with pytest.raises(RunError, match='0000.parquet.*environment.json'):
     run.trajectories()
   text = (tmp_path / 'config.json').read_text()
   (tmp_path / 'config.json').write_text(text[:100])
-  with pytest.raises(RunError, match='config.json.*cut off'):
+  with pytest.raises(RunError, match='config.json.*environment.json'):
     read.run(tmp_path)
   old = json.loads(text)
   old['optim']['lr'] = 'fast'
   (tmp_path / 'config.json').write_text(json.dumps(old))
-  with pytest.raises(RunError, match='config.json.*another version'):
+  with pytest.raises(RunError, match='config.json.*environment.json'):
     read.run(tmp_path)
   (tmp_path / 'config.json').write_text(text)
   (tmp_path / 'metrics.jsonl').write_text('{"loss": 1}\n')

@@ -147,15 +147,15 @@ def test_runs_that_cannot_be_compared(folder, tmp_path):
     for q, p in viewed.questions(4)
   ]
   viewed.write_run(tmp_path / 'world', steps=1, count=2, asked=changed)
-  with pytest.raises(RunError, match='of two worlds: question .micro-3'):
+  with pytest.raises(RunError, match='micro-3'):
     view.write(str(folder / 'one'), out, against=str(tmp_path / 'world'))
   viewed.write_run(
     tmp_path / 'other', steps=1, count=2, asked=viewed.questions(9)[5:]
   )
-  with pytest.raises(RunError, match='share no question'):
+  with pytest.raises(RunError, match='--trajectories'):
     view.write(str(folder / 'one'), out, against=str(tmp_path / 'other'))
   viewed.write_run(tmp_path / 'none', steps=0)
-  with pytest.raises(RunError, match='has no trajectories'):
+  with pytest.raises(RunError, match='trajectories_every'):
     view.write(str(tmp_path / 'none'), out)
   assert not out.exists()
 
@@ -168,10 +168,10 @@ def test_the_command_prints_the_page_or_one_sentence(folder, tmp_path):
   assert (done.stdout.strip(), done.returncode) == (f'{tmp_path}/r.html', 0)
   assert (tmp_path / 'r.html').read_text().count('{{') == 0
   done = here.run(*command, f'--out={tmp_path}/r')
-  assert 'name a .html file' in done.stderr and done.returncode == 2
+  assert '.html' in done.stderr and done.returncode == 2
   done = here.run('searchrl_jax.view', f'--workdir={tmp_path}')
   assert done.stderr.startswith('error: ') and done.stderr.count('\n') == 1
-  assert 'no config.json; give the --workdir' in done.stderr
+  assert 'no config.json' in done.stderr
 
 
 # In Chromium.

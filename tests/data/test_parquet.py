@@ -63,15 +63,11 @@ def test_template_takes_the_question_alone(tmp_path):
 def test_template_without_a_question_says_what_to_do(tmp_path):
   path = write(tmp_path, [row()])
   with pytest.raises(
-    DataError,
-    match=(
-      r"train\.parquet: data\.prompt='template' needs a column 'question'"
-      r".*config\.data\.prompt='as_is'"
-    ),
+    DataError, match=r"train\.parquet.*'question'.*data\.prompt='as_is'"
   ):
     parquet.load(path, prompt='template')
   path = write(tmp_path, [{'id': '1', 'question': 'q'}], 'b.parquet')
-  with pytest.raises(DataError, match=r"b\.parquet.*needs a column 'prompt'"):
+  with pytest.raises(DataError, match=r"b\.parquet.*'prompt'"):
     parquet.load(path, prompt='as_is')
 
 
@@ -178,11 +174,11 @@ def test_filters_and_bad_files(tmp_path):
   for split in ('train', 'test'):
     (q,) = parquet.load(both, prompt='as_is', split=split)
     assert (q.id, q.meta) == ('nq/0', {'split': split})
-  with pytest.raises(DataError, match="did you mean 'train'"):
+  with pytest.raises(DataError, match="'trian'.*'train'"):
     ids(split='trian')
   cut = tmp_path / 'cut.parquet'
   cut.write_bytes(open(path, 'rb').read()[:-20])
-  with pytest.raises(DataError, match='cut.parquet: not a readable parquet'):
+  with pytest.raises(DataError, match='cut.parquet'):
     parquet.load(str(cut), prompt='as_is')
 
 

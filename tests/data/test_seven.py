@@ -269,9 +269,9 @@ def test_splits_and_numbers():
   assert seven.sets('hub', 'dev', names=('musique',))['musique'].path == (
     'hf://datasets/RUC-NLPIR/FlashRAG_datasets/musique/dev.jsonl'
   )
-  with pytest.raises(ValueError, match='one of flashrag, hub'):
+  with pytest.raises(ValueError, match='flashrag, hub'):
     seven.sets('flash')
-  with pytest.raises(ValueError, match='none of bamboogle'):
+  with pytest.raises(ValueError, match='bamboogle'):
     seven.sets('flashrag', 'train', names=('bamboogle',))
   c = seven.get_config('layout=tfds,n=5')
   assert {s.n for s in c.data.eval.values()} == {5}
@@ -291,7 +291,7 @@ def test_a_flag_reaches_every_set(tmp_path, absent):
     *(f'--config.data.eval.{k}.path={v}' for k, v in paths.items()),
     status=2,
   )
-  assert f'my_{absent}.jsonl: no such file' in err
+  assert f'my_{absent}.jsonl' in err
 
 
 def test_hops_choose_questions_of_a_parquet(folder):

@@ -58,10 +58,10 @@ def test_it_needs_no_tensorflow(prepared):
 @pytest.mark.parametrize(
   'fields, says',
   [
-    ({'split': 'train'}, "no split 'train': dev"),
+    ({'split': 'train'}, "'train': dev"),
     ({'split': 'dev[:x]'}, "split 'dev\\[:x\\]'"),
-    ({'layout': 'ssp'}, r"\[dev\] row 0: there is no 'ground_truth'"),
-    ({'layout': 'flashrg'}, "'flashrg' is unknown: did you mean 'flashrag'"),
+    ({'layout': 'ssp'}, r"\[dev\] row 0.*'ground_truth'"),
+    ({'layout': 'flashrg'}, "'flashrg'.*'flashrag'"),
   ],
 )
 def test_errors(prepared, fields, says):
@@ -70,5 +70,5 @@ def test_errors(prepared, fields, says):
 
 
 def test_it_needs_a_prepared_folder(tmp_path):
-  with pytest.raises(DataError, match='no dataset_info.json'):
+  with pytest.raises(DataError, match='dataset_info.json'):
     load(str(tmp_path))

@@ -59,10 +59,10 @@ def test_variables_and_flags(environ):
 @pytest.mark.parametrize(
   'values, message',
   [
-    (dict(NNODES='2', RANK='0'), "MASTER_ADDR=':29400': the HOST:PORT"),
-    (dict(NNODES='2', MASTER_ADDR='a'), "RANK='': a number"),
-    (dict(NNODES='x', RANK='0', MASTER_ADDR='a'), "NNODES='x': a number"),
-    (dict(NNODES='2', RANK='2', MASTER_ADDR='a'), 'RANK=2 of 2 processes'),
+    (dict(NNODES='2', RANK='0'), "MASTER_ADDR=':29400'"),
+    (dict(NNODES='2', MASTER_ADDR='a'), "RANK=''"),
+    (dict(NNODES='x', RANK='0', MASTER_ADDR='a'), "NNODES='x'"),
+    (dict(NNODES='2', RANK='2', MASTER_ADDR='a'), 'RANK=2 of 2'),
   ],
 )
 def test_wrong_variables_are_named(environ, values, message):
@@ -116,7 +116,7 @@ def test_a_mesh_takes_as_much_of_each_process(size, taken, monkeypatch):
   devices = [SimpleNamespace(process_index=i // 2) for i in range(4)]
   with pytest.raises(ConfigError) as e:
     sharding.make_mesh(size, 1, 1, devices)
-  assert f'takes {taken} devices of the 2 processes' in str(e.value)
+  assert f'takes {taken} devices' in str(e.value)
 
 
 def test_one_process_works_alone(tmp_path):

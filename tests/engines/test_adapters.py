@@ -70,7 +70,7 @@ def test_the_sampler_refuses_an_adapter_of_another_shape():
   before = engine.manifest()
   bad = adapters(1)
   bad['layers'].pop('o_lora_b')
-  with pytest.raises(SyncError, match="'layers/o_lora_b' has shape None"):
+  with pytest.raises(SyncError, match="'layers/o_lora_b'"):
     asyncio.run(engine.sync(WeightsUpdate(bad, 1, 'adapter')))
   assert engine.manifest() == before and engine.version == 0
 
@@ -98,7 +98,7 @@ def test_a_server_is_sent_adapters_alone_and_all_when_it_comes_back(
   start = prompt(engine)
 
   async def main():
-    with pytest.raises(EngineError, match='a full sync before'):
+    with pytest.raises(EngineError, match='full sync'):
       await load(engine, 1, 'adapter')
     await load(engine, 1, 'full')
     del fake.calls[:]
@@ -136,7 +136,7 @@ def test_a_server_with_another_adapter_stops_the_run(
     with monkeypatch.context() as m:
       other = lambda path, cfg, _, **kw: save(path, cfg, adapters(9), **kw)
       m.setattr(publication.lora, 'save', other)
-      with pytest.raises(SyncError, match='layers/q_lora_a: published'):
+      with pytest.raises(SyncError, match='layers/q_lora_a'):
         await load(engine, 2, 'adapter')
     await load(engine, 2, 'adapter')
     await engine.shutdown()
@@ -147,5 +147,5 @@ def test_a_server_with_another_adapter_stops_the_run(
 def test_ranks_that_a_server_takes():
   assert client.lora_flags(None) == {}
   assert client.lora_flags(LORA)['max_lora_rank'] == 8
-  with pytest.raises(EngineError, match='rank=600: vLLM serves ranks up to'):
+  with pytest.raises(EngineError, match='rank=600'):
     client.lora_flags(dataclasses.replace(LORA, rank=600))

@@ -695,7 +695,7 @@ def test_neither_lane_nor_order_shows(monkeypatch):
 
 
 def test_host_memory_for_less_than_one_sequence_is_refused():
-  with pytest.raises(EngineError, match='host_gib=1e-06: at least 1.53e-05'):
+  with pytest.raises(EngineError, match='host_gib=1e-06'):
     make_engine(host_gib=1e-6)
 
 
@@ -1050,7 +1050,7 @@ def test_weights_of_another_model_are_refused_whole():
   for change, match in (
     (lambda p: p['layers'].pop('q_bias'), "'layers/q_bias' has shape None"),
     (lambda p: p.update(head=p['embed']), "'head' has shape .*for None"),
-    (lambda p: p.update(embed=p['embed'].T), "'embed' has shape \\(32, 90\\)"),
+    (lambda p: p.update(embed=p['embed'].T), "'embed'.*\\(32, 90\\)"),
   ):
     bad = {**params, 'layers': dict(params['layers'])}
     change(bad)

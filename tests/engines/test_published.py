@@ -43,7 +43,7 @@ def edit(path, change):
 
 
 def test_a_version_that_is_not_there_lists_those_that_are(path):
-  with pytest.raises(PublishedError, match=r"00000005 is no .*\['00000004'\]"):
+  with pytest.raises(PublishedError, match=r"00000005.*\['00000004'\]"):
     published.open_published(path.with_name('00000005'))
 
 
@@ -51,28 +51,28 @@ def test_half_a_publication_is_refused(path):
   tmp = path.with_name('00000006.orbax-checkpoint-tmp')
   shutil.copytree(path, tmp)
   shutil.rmtree(tmp / 'meta')
-  with pytest.raises(PublishedError, match='no complete publication'):
+  with pytest.raises(PublishedError, match='00000006'):
     published.open_published(tmp)
   (path / 'meta/meta.json').write_text('{"extras"')
-  with pytest.raises(PublishedError, match='no complete publication'):
+  with pytest.raises(PublishedError, match='JSONDecodeError'):
     published.open_published(path)
 
 
 def test_a_checkpoint_of_training_is_no_publication(path):
   edit(path, lambda meta: meta.update(extras={'version': 4}))
-  with pytest.raises(PublishedError, match='no complete publication'):
+  with pytest.raises(PublishedError, match="'published'"):
     published.open_published(path)
 
 
 def test_another_format_is_refused_by_its_number(path):
   edit(path, lambda meta: meta['extras'].update(published=99))
-  with pytest.raises(PublishedError, match='format 99; this code reads 3'):
+  with pytest.raises(PublishedError, match='format 99'):
     published.open_published(path)
 
 
 def test_a_tensor_that_is_gone_is_named(path):
   shutil.rmtree(path / 'arrays/state.model.layers.0.mlp.up_proj.weight')
-  with pytest.raises(PublishedError, match=r"'layers/up' \(.*\) is missing"):
+  with pytest.raises(PublishedError, match=r"'layers/up'"):
     published.open_published(path)
 
 
@@ -96,9 +96,7 @@ def test_a_misshapen_tensor_is_named(path):
   meta = json.loads(store.read_text())
   meta['shape'].reverse()
   store.write_text(json.dumps(meta))
-  with pytest.raises(
-    PublishedError, match=r"'layers/gate' .* is missing or damaged .*shape"
-  ):
+  with pytest.raises(PublishedError, match=r"'layers/gate'.*shape"):
     published.open_published(path)
 
 
@@ -147,5 +145,5 @@ def test_what_no_server_can_hold_is_refused(tmp_path):
   wide = dataclasses.replace(CFG, head_dim=16)
   fields = {k: getattr(wide, k) for k in families.FIELDS}
   (tmp_path / 'tokenizer.json').touch()
-  with pytest.raises(ValueError, match='head_dim=16 is 64, d_model is 32'):
+  with pytest.raises(ValueError, match='head_dim=16.*d_model.*32'):
     published.write_serving_folder(tmp_path / 's', fields, tmp_path, 'float32')

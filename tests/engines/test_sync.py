@@ -138,9 +138,9 @@ def transposed(params):
 @pytest.mark.parametrize(
   'spoil, match',
   [
-    (lambda p: without(p, 'k_bias'), "'layers/k_bias' has shape None"),
-    (transposed, 'layers/q: published'),
-    (lambda p: {**p, 'embed': p['embed'].T}, "'embed' has shape"),
+    (lambda p: without(p, 'k_bias'), "'layers/k_bias'"),
+    (transposed, 'layers/q:'),
+    (lambda p: {**p, 'embed': p['embed'].T}, "'embed'"),
   ],
   ids=['missing', 'transposed', 'misshapen'],
 )
@@ -160,7 +160,7 @@ def test_the_previous_version_is_caught_though_a_small_step_away():
   assert np.abs(near).max() < TOLERANCE  # the canary alone would not see it
   engine = make_engine(Planted, params=old)
   engine.spoil = lambda params: old
-  with pytest.raises(SyncError, match='13 of 13 tensors differ|layers/q'):
+  with pytest.raises(SyncError, match='13 of 13|layers/q'):
     verify(engine, new)
 
 
@@ -169,7 +169,7 @@ def test_an_engine_that_does_not_load_at_all():
     async def sync(self, update):
       return await super().sync(WeightsUpdate(make_params(), self.version))
 
-  with pytest.raises(SyncError, match='version 1 was published'):
+  with pytest.raises(SyncError, match='version 1'):
     verify(make_engine(Deaf), make_params(1))
 
 
@@ -190,7 +190,7 @@ def test_a_stale_cache_is_caught(counted):
   engine.ready = True
   if not counted:
     engine.stats = lambda: {}
-  match = 'computed 0 tokens' if counted else 'differs from a full forward'
+  match = 'computed 0 tokens' if counted else 'full forward'
   with pytest.raises(SyncError, match=f'(?s){match}.*'):
     verify(engine, make_params(1))
 
@@ -198,7 +198,7 @@ def test_a_stale_cache_is_caught(counted):
 def test_a_stale_cache_is_caught_though_a_small_step_away():
   engine = make_engine(Forgetful)
   engine.ready = True
-  with pytest.raises(SyncError, match='kept a cache of the old weights'):
+  with pytest.raises(SyncError, match='old weights'):
     verify(engine, small_step(make_params()))
 
 

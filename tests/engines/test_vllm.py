@@ -255,7 +255,7 @@ def test_each_server_is_verified(fakes, tmp_path, stale):
   if stale is None:
     asyncio.run(main())
   else:
-    with pytest.raises(SyncError, match='kept a cache of the old weights'):
+    with pytest.raises(SyncError, match='old weights'):
       asyncio.run(main())
 
 
@@ -323,7 +323,7 @@ def test_a_cancelled_call_leaves_the_handle_and_the_server(fake, tmp_path):
     handle = engine.open(prompt(engine))
     task = asyncio.create_task(engine.generate(handle, Sampling(max_tokens=50)))
     await until(lambda: fake.running)
-    with pytest.raises(EngineError, match='is generating'):
+    with pytest.raises(EngineError, match='generating'):
       engine.append(handle, [1])
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -579,9 +579,9 @@ def test_a_pause_and_a_sleep_left_by_a_dead_trainer_are_ended(fake, tmp_path):
     (dict(name='Qwen/Qwen2.5-3B'), "serves 'Qwen/Qwen2.5-3B'.*vllm.launcher"),
     (dict(max_len=None, name='gguf'), "serves 'gguf'.*vllm.launcher"),
     (dict(max_len=64), 'max_model_len=64.*config.engine.max_len=64'),
-    (dict(vocab_size=91), 'vocab_size=91, expected 90'),
-    (dict(n_layers=3), 'n_layers=3, expected 2'),
-    (dict(dtype='bfloat16'), "dtype='bfloat16', expected 'float32'"),
+    (dict(vocab_size=91), 'vocab_size=91.* 90'),
+    (dict(n_layers=3), 'n_layers=3.* 2'),
+    (dict(dtype='bfloat16'), "dtype='bfloat16'.* 'float32'"),
   ],
   ids=lambda x: next(iter(x)) if isinstance(x, dict) else '',
 )
@@ -614,7 +614,7 @@ def test_nobody_there_and_no_url(fake, tmp_path):
 
   asyncio.run(main())
   fake.start()
-  with pytest.raises(EngineError, match="'127.0.0.1:80' is no http"):
+  with pytest.raises(EngineError, match="'127.0.0.1:80'"):
     VllmEngine(CFG, None, Letters(), config(url='127.0.0.1:80'), None, tmp_path)
 
 
@@ -622,7 +622,7 @@ def test_nothing_is_sampled_before_the_first_sync(fake, tmp_path):
   engine = make([fake], tmp_path)
 
   async def main():
-    with pytest.raises(EngineError, match='call sync first'):
+    with pytest.raises(EngineError, match='call sync'):
       await engine.generate(engine.open(Prompt((1,))), Sampling(max_tokens=1))
     await engine.shutdown()
 
@@ -689,7 +689,7 @@ def test_servers_are_started_on_the_devices_named(
 
 @pytest.mark.parametrize('device', ['gpu', 'gpus:', 'tpu:0'])
 def test_a_device_that_is_none_is_refused(tmp_path, device):
-  with pytest.raises(EngineError, match='argument --gpus: invalid'):
+  with pytest.raises(EngineError, match='--gpus: invalid'):
     client._start(config(device=device), tmp_path)
 
 

@@ -276,7 +276,7 @@ def test_trajectories_and_ids_are_kept(tmp_path):
 
 
 def test_no_questions():
-  with pytest.raises(ValueError, match='no questions'):
+  with pytest.raises(ValueError, match='config.data.eval'):
     evaluator(config(), {'a': []})
 
 
@@ -319,7 +319,7 @@ def test_a_question_without_answers_has_no_pass_at_k():
   [
     (dict(k=(1, 4)), r'config.eval.k=\(1, 4\) .*eval.n=\d'),
     (dict(k=(0,)), 'config.eval.k=.*from 1 up'),
-    (dict(k=(2,), temperature=0.0), 'k=.*temperature=0, which makes all'),
+    (dict(k=(2,), temperature=0.0), 'k=.*temperature=0'),
   ],
 )
 def test_bad_fields_are_named_before_anything_runs(fields, message):
@@ -369,5 +369,5 @@ def test_an_answer_is_scored_by_itself_and_votes_by_their_classes():
 def test_an_unknown_match_is_refused():
   c = schema.base()
   c.eval.match = 'math'
-  with pytest.raises(ValueError, match=r"match='math' is neither 'text' nor"):
+  with pytest.raises(ValueError, match="match='math'"):
     checks.check_evaluation(c)

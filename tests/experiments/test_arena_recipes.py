@@ -59,7 +59,7 @@ def test_the_phase_is_a_sweep_of_configs_that_can_run():
     group = c.rollout.group + (arm.name == 'ssp')
     assert 120 <= c.rollout.questions * group <= 128
     assert c.data.world.to_dict() == dict(train=300, heldout=150, known=40)
-  with pytest.raises(ConfigError, match="'recipes' is of atlas"):
+  with pytest.raises(ConfigError, match="'recipes'.*--base"):
     arms.get_sweep('recipes,base=search_r1')
 
 
@@ -120,13 +120,13 @@ def test_rows_are_in_the_table_and_in_no_claim(tmp_path):
 @pytest.mark.parametrize(
   'module, arg, says',
   [
-    (ttrl, 'base=atlas,model=m', "model='m' with base=atlas"),
-    (ssrl, 'base=maps', "base='maps': one of '', 'atlas'"),
+    (ttrl, 'base=atlas,model=m', "model='m'.*base=atlas"),
+    (ssrl, 'base=maps', "base='maps'.*'atlas'"),
     (ssrl, 'base=atlas,model=m', "base='atlas'"),
     (ssrl, 'base=atlas,shuffled', "base='atlas'.*shuffled"),
-    (zerosearch, 'base=maps', "base='maps': one of '', 'atlas'"),
+    (zerosearch, 'base=maps', "base='maps'.*'atlas'"),
     (zerosearch, 'base=atlas,model=m', "base='atlas'"),
-    (ssp, 'base=maps', "base='maps': one of '', 'atlas'"),
+    (ssp, 'base=maps', "base='maps'.*'atlas'"),
     (ssp, 'base=atlas,arm=golds', "base='atlas'.*golds"),
     (zerosearch, 'base=atlas,algorithm=ppo', "base='atlas'.*GRPO"),
   ],
@@ -321,7 +321,7 @@ def test_simulator_and_policy_fit_their_budgets(written, tokens):
 
 
 def test_a_world_of_documents_that_cannot_be_names_the_field():
-  with pytest.raises(DataError, match='train=41 people'):
+  with pytest.raises(DataError, match='train=41'):
     documents.traces(world_seed=0, worlds=1, n=9, people=41, useful=0.5)
 
 

@@ -209,11 +209,11 @@ def test_load_alternates_hops_and_says_what_is_wrong():
   found = closedbook.load(world_seed=3, split='heldout', n=300)
   assert [q.hops for q in found[:4]] == [1, 2, 1, 2] and len(found) == 300
   for fields, message in (
-    (dict(split='train'), "split='train' is none of .*heldout"),
-    (dict(split='rl', hops=(3,)), 'there are 1 and 2'),
-    (dict(split='rl', rl=79), 'rl=79 people: at least 80'),
-    (dict(split='rl', rl=10_000), 'there are 10000 names'),
-    (dict(split='rl', n=9999), 'more with more people'),
+    (dict(split='train'), "split='train'.*heldout"),
+    (dict(split='rl', hops=(3,)), 'hops='),
+    (dict(split='rl', rl=79), 'rl=79 .*80'),
+    (dict(split='rl', rl=10_000), '10000 names'),
+    (dict(split='rl', n=9999), 'n=9999'),
   ):
     with pytest.raises(DataError, match=message):
       closedbook.load(world_seed=3, **fields)

@@ -96,7 +96,7 @@ def test_some_questions_do_not_find_their_passage(folder):
 def test_a_corpus_of_other_questions_is_refused(folder, way):
   with gzip.open(folder / 'corpus.jsonl.gz', 'wt') as file:
     file.write(json.dumps({'id': 'x', 'contents': '"A"\nb'}) + '\n')
-  with pytest.raises(DataError, match='none of the passages that support'):
+  with pytest.raises(DataError, match='corpus.jsonl.gz .*passages'):
     load(folder, **{way: True})
 
 
@@ -129,12 +129,12 @@ def test_shares_are_those_of_the_traces(folder, memory, poor):
 def test_memory_answers_some_kinds_of_questions(folder):
   fields = dict(n=20, memory=0.5, closed_book=str(folder / 'book.jsonl'))
   assert traces(folder, known=('who',), **fields) == traces(folder, **fields)
-  with pytest.raises(DataError, match='give 1 attempts'):
+  with pytest.raises(DataError, match='1 attempts'):
     traces(folder, known=('when',), **fields)
 
 
 def test_answers_from_memory_have_to_be_there(folder):
-  with pytest.raises(DataError, match='no such file; experiments.gemma.run'):
+  with pytest.raises(DataError, match='experiments.gemma.run'):
     traces(folder, n=4, memory=0.5)
 
 

@@ -167,7 +167,7 @@ def test_what_was_done_with_another_config_is_refused_by_field(tmp_path):
   assert stages.done(row, stage, tmp_path)
   config['optim']['lr'], config['source']['url'] = 7.0, 'http://elsewhere'
   records.write_json(tmp_path / stage / 'done.json', {'config': config})
-  with pytest.raises(ConfigError, match='optim.lr was 7.0 and is 0.0003'):
+  with pytest.raises(ConfigError, match='optim.lr .*7.0.*0.0003'):
     stages.done(row, stage, tmp_path)
 
 
@@ -192,13 +192,13 @@ def test_what_was_done_with_other_contents_is_refused_by_field(tmp_path):
   records.write_json(tmp_path / stage / 'after' / 'values.json', {})
   assert stages.done(row, stage, tmp_path)
   records.write_text(weights, 'others')
-  with pytest.raises(ConfigError, match='another content of config.train.init'):
+  with pytest.raises(ConfigError, match='config.train.init'):
     stages.done(row, stage, tmp_path)
   weights.unlink()  # gone: not compared
   assert stages.done(row, stage, tmp_path)
   content['contents']['config.data.eval'] = 'before'
   records.write_json(tmp_path / stage / 'done.json', content)
-  with pytest.raises(ConfigError, match='config.data.eval: before there and'):
+  with pytest.raises(ConfigError, match='config.data.eval: before'):
     stages.done(row, stage, tmp_path)
 
 
@@ -211,11 +211,11 @@ def test_a_warm_start_stays_when_only_what_comes_after_it_changes(tmp_path):
     config['train']['steps'] += 1
     records.write_json(tmp_path / stage / 'done.json', {'config': config})
   assert stages.done(row, 'warm/warm/0', tmp_path)
-  with pytest.raises(ConfigError, match='train.steps was'):
+  with pytest.raises(ConfigError, match='train.steps'):
     stages.done(row, 'arms/a/0', tmp_path)
   config['sft']['steps'] += 1
   records.write_json(tmp_path / 'warm/warm/0/done.json', {'config': config})
-  with pytest.raises(ConfigError, match='sft.steps was'):
+  with pytest.raises(ConfigError, match='sft.steps'):
     stages.done(row, 'warm/warm/0', tmp_path)
 
 
@@ -233,7 +233,7 @@ def test_an_arm_of_another_start_is_not_done(tmp_path):
   assert stages.done(row, 'arms/a/1', tmp_path)
   config['train']['init'] = str(tmp_path / 'warm/warm/1/run')
   records.write_json(stage / 'done.json', {'config': config})
-  with pytest.raises(ConfigError, match='train.init was .*warm/1/run'):
+  with pytest.raises(ConfigError, match='train.init .*warm/1/run'):
     stages.done(row, 'arms/a/1', tmp_path)
   # Nor is a start told that no arm goes on from.
   for seed in '01':

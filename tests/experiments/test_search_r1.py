@@ -156,10 +156,10 @@ def test_versions_differ_in_what_they_say():
 @pytest.mark.parametrize(
   'arg, message',
   [
-    ('algorithm=pop', "algorithm='pop': one of 'grpo', 'ppo', 'reinforce'"),
-    ('reward=f1', "reward='f1': one of 'em', 'format'"),
-    ('template=chat', "template='chat' needs model=PATH"),
-    ('profile=search_r1', "profile='search_r1' needs model=PATH"),
+    ('algorithm=pop', "algorithm='pop'.*'reinforce'"),
+    ('reward=f1', "reward='f1'.*'format'"),
+    ('template=chat', "template='chat'.*model=PATH"),
+    ('profile=search_r1', "profile='search_r1'.*model=PATH"),
     ('version=v9', "version='v9'"),
   ],
 )

@@ -306,7 +306,7 @@ def test_a_pool_comes_back_as_it_was_and_another_s_is_refused():
   assert again.state() == pool.state()
   rngs = [np.random.default_rng(1) for _ in range(2)]
   assert again.draw(9, rngs[0]) == pool.draw(9, rngs[1])
-  with pytest.raises(ConfigError, match='pool holds questions of another'):
+  with pytest.raises(ConfigError, match='saved pool'):
     Pool(c.selfplay, 'other').restore(state)
 
 
@@ -450,27 +450,27 @@ def test_dummies_are_in_no_metric_of_the_solver():
     ({'selfplay.reuse_threshold': 1.5}, 'reuse_threshold=1.5'),
     ({'selfplay.n': 0}, 'selfplay.n=0'),
     ({'selfplay.left': -0.1}, 'selfplay.left=-0.1'),
-    ({'selfplay.right': 0.9}, 'right=0.9.*at least 1'),
+    ({'selfplay.right': 0.9}, 'right=0.9'),
     ({'algorithm.tis': 'none'}, "algorithm.tis='none'.*'token'"),
     ({'selfplay.algorithm.advantage': 'grpo'}, 'config.selfplay.n=1'),
     (
       {'selfplay.algorithm.advantage': 'gae'},
       'selfplay.algorithm.advantage_kw',
     ),
-    ({'algorithm.advantage': 'remax'}, 'greedy answer'),
-    ({'critic.lr': 1e-4}, 'neither role'),
+    ({'algorithm.advantage': 'remax'}, 'greedy'),
+    ({'critic.lr': 1e-4}, 'config.critic.lr'),
     ({'selfplay.left': float('nan')}, 'left=nan'),
     ({'selfplay.penalty': float('nan')}, 'penalty=nan'),
-    ({'selfplay.penalty': 0.5}, 'penalty=0.5.*0, or less'),
-    ({'selfplay.min_searches': 6}, 'min_searches=6 of env.max_turns=5'),
+    ({'selfplay.penalty': 0.5}, 'penalty=0.5'),
+    ({'selfplay.min_searches': 6}, 'min_searches=6.*env.max_turns=5'),
     ({'selfplay.min_chars': 1001}, 'min_chars=1001'),
     ({'selfplay.min_words': 502}, 'min_words=502'),
-    ({'selfplay.solver_from': 20}, 'solver_from=20 of train.steps=20'),
+    ({'selfplay.solver_from': 20}, 'solver_from=20.*train.steps=20'),
     (
       {'selfplay.frozen': True, 'engine.url': 'http://127.0.0.1:8000'},
-      'cannot share servers',
+      'config.engine.url',
     ),
-    ({'reward.em.weight': 0.5}, 'one term, of weight 1'),
+    ({'reward.em.weight': 0.5}, 'config.reward has em'),
     (
       {
         'reward': {
@@ -478,13 +478,13 @@ def test_dummies_are_in_no_metric_of_the_solver():
           'format': {'fn': 'answer.format_valid', 'weight': 0.2},
         }
       },
-      'config.reward has em, format.*one term',
+      'config.reward has em, format',
     ),
-    ({'rollout.mismatch_alarm': 0.1}, 'mismatch_alarm=0.1.*one update old'),
+    ({'rollout.mismatch_alarm': 0.1}, 'mismatch_alarm=0.1'),
     ({'env.answer': 'boxed'}, "env.answer='boxed'.*'tags'"),
     ({'rollout.max_staleness': 1}, 'synchronous'),
     ({'data.prompt': 'as_is'}, "needs 'template'"),
-    ({'env.information': 'policy'}, "env.information.*needs 'source'"),
+    ({'env.information': 'policy'}, "env.information.*'source'"),
   ],
 )
 def test_what_cannot_be_is_refused_before_anything_loads(fields, message):
@@ -498,7 +498,7 @@ def test_what_cannot_be_is_refused_before_anything_loads(fields, message):
 def test_a_proposer_by_ppo_needs_a_critic():
   c = ssp.get_config()
   c.selfplay.algorithm.update(algorithms.PPO)
-  with pytest.raises(ConfigError, match='needs a critic'):
+  with pytest.raises(ConfigError, match='critic.lr=0'):
     start.check(c)
   c.critic.lr = 1e-3  # the solver, by GRPO, has no use for it
   start.check(c)
@@ -516,9 +516,7 @@ def test_a_solver_that_learns_alone_needs_no_correction():
 
 def test_a_proposer_s_template_without_its_tag_is_refused(tmp_path):
   c = config(template='micro')
-  with pytest.raises(
-    ConfigError, match="selfplay.template='micro' ends with <answer>"
-  ):
+  with pytest.raises(ConfigError, match="selfplay.template='micro'.*<answer>"):
     game.environments(c, ByteTokenizer())
   path = tmp_path / 'own.json'
   path.write_text(

@@ -164,7 +164,7 @@ def test_a_judge_reads_by_a_schema_and_nonsense_is_no_answer(path):
 def test_a_reader_that_cannot_be_asked_is_found_at_the_start(path):
   with chat_server.serve(lambda body: 'The sky is blue.') as server:
     reader = verify.Reader(judge_config(server.url), path)
-    with pytest.raises(ChatError, match='no answer to.*config.judge'):
+    with pytest.raises(ChatError, match='config.judge'):
       asyncio.run(reader.check())
 
 

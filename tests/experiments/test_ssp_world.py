@@ -165,9 +165,9 @@ def test_the_oracle_tells_what_a_question_means():
 @pytest.mark.parametrize(
   'counts, message',
   [
-    (dict(play=299), 'multiple of 5'),
-    (dict(heldout=40), 'from 50'),
-    (dict(play=10_000), 'to 300'),
+    (dict(play=299), 'play=299'),
+    (dict(heldout=40), 'heldout=40'),
+    (dict(play=10_000), 'play=10000'),
   ],
 )
 def test_sizes_that_cannot_be_are_refused(counts, message):
@@ -281,7 +281,7 @@ def test_every_trace_fits_and_keeps_its_role_s_template(traces, tmp_path):
 @pytest.mark.parametrize(
   'changed, message',
   [
-    (dict(asked=(0.5, 0.4)), 'asked=.*sum to 1'),
+    (dict(asked=(0.5, 0.4)), 'asked=.*sum'),
     (dict(wrong=1.2), 'wrong=1.2'),
     (dict(solver=0.9), 'solver \\+ proposer'),
     (dict(short=(0.1,)), 'short='),
@@ -291,5 +291,5 @@ def test_shares_that_cannot_be_are_refused(changed, message):
   given = fields()
   with pytest.raises(DataError, match=message):
     scripts.traces(**given | dict(mix=given['mix'] | changed))
-  with pytest.raises(DataError, match='at least one of each'):
+  with pytest.raises(DataError, match='n=2 .*worlds='):
     scripts.traces(**fields(n=2))

@@ -56,7 +56,7 @@ def test_the_recipe_is_one_generation_of_its_own_information():
   assert full.reward.ssrl.fn == 'experiments.ssrl.reward.binary'
   with pytest.raises(ValueError, match="reward='em'.*graded, binary"):
     ssrl.get_config('reward=em')
-  with pytest.raises(ValueError, match='leave model out'):
+  with pytest.raises(ValueError, match='shuffled.*model'):
     ssrl.get_config('model=m,shuffled')
 
 
@@ -65,10 +65,7 @@ def test_real_passages_in_training_are_refused_with_the_fix(real):
   c = ssrl.get_config()
   c.env.real_searches = real
   with pytest.raises(
-    checks.ConfigError,
-    match=(
-      rf'config\.env\.real_searches={real} in training.*use 0 here.*evaluate'
-    ),
+    checks.ConfigError, match=(rf'config\.env\.real_searches={real} .*evaluate')
   ):
     checks.check(c)
   checks.check_engine(c)  # to evaluate with them is the purpose
@@ -85,7 +82,7 @@ def test_no_search_engine_is_asked_at_full_size(tmp_path):
   for field, value in (('real_searches', -1), ('information', 'source')):
     c = ssrl.get_config('model=m')
     c.env[field], c.env.max_turns = value, 1
-    with pytest.raises(checks.ConfigError, match="'none' answers no search"):
+    with pytest.raises(checks.ConfigError, match="source.module='none'"):
       checks.check_engine(c)
   c.env.max_turns = 0  # chain of thought: nothing is searched
   checks.check_engine(c)
@@ -193,7 +190,7 @@ def test_fit_finds_the_law():
     assert found['mae'] < 1e-6
   noisy = curve.fit(ks, [0.2, 0.35, 0.4, 0.6, 1.0])  # a share of 1 is a point
   assert 0 < noisy['mae'] < 0.1
-  with pytest.raises(ValueError, match='two values between 0 and 1'):
+  with pytest.raises(ValueError, match='pass@k'):
     curve.fit(ks, [0, 0, 0, 0.1, 1])
 
 

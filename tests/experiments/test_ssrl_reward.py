@@ -133,7 +133,7 @@ def test_answers_are_needed_and_found_at_the_start():
   assert ssrl.graded.needs == ssrl.binary.needs == ('answers',)
   config = schema.base()
   config.reward.r = dict(fn='experiments.ssrl.reward.graded', weight=1.0)
-  with pytest.raises(core.RewardError, match="no field 'format_weight'"):
+  with pytest.raises(core.RewardError, match="'format_weight'"):
     core.check(config)
 
 

@@ -68,7 +68,7 @@ def test_every_form_is_one_that_can_run(arg, votes, trained, match):
 @pytest.mark.parametrize(
   'arg, says',
   [
-    ('base=maths', "base='maths': one of search, ssrl, math"),
+    ('base=maths', "base='maths'.*search, ssrl, math"),
     ('label=gold', "label='gold'.*golds"),
     ('model=m,base=math', "path=''"),
     ('path=x', "path='x'"),
@@ -85,7 +85,7 @@ def test_arguments_that_cannot_be_are_named(arg, says):
   'fields, says',
   [
     ({'rollout.group': 1}, 'rollout.group=1'),
-    ({'reward.vote.train': 17}, 'train=17 of votes=16'),
+    ({'reward.vote.train': 17}, 'train=17.*votes=16'),
   ],
 )
 def test_what_no_vote_can_be_is_refused_before_anything_is_written(

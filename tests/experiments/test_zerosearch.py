@@ -136,8 +136,8 @@ def question_name(asked):
   [
     (dict(useful=1.5), 'useful=1.5'),
     (dict(useful=-1.0), 'useful=-1'),
-    (dict(worlds=0), 'at least one'),
-    (dict(n=1), 'at least one'),
+    (dict(worlds=0), 'worlds=0'),
+    (dict(n=1), 'n=1 '),
   ],
 )
 def test_bad_fields_are_named(fields, said):
@@ -260,7 +260,7 @@ def test_of_questions_without_a_path_all_documents_are_counted():
 
 
 def test_a_folder_without_trajectories_is_told(tmp_path):
-  with pytest.raises(records.RunError, match='holds no trajectories'):
+  with pytest.raises(records.RunError, match='trajectories_every'):
     check.read(str(tmp_path))
 
 
@@ -463,7 +463,7 @@ def test_a_run_on_simulated_documents_resumes_bit_for_bit(
 def test_two_engines_do_not_share_a_mesh(warm, tmp_path):
   c = small_run(path=warm)
   c.mesh.data = 2
-  with pytest.raises(checks.ConfigError, match='a mesh of 2 devices'):
+  with pytest.raises(checks.ConfigError, match='mesh of 2'):
     build.source(c, '', None, None, build.mesh(c), str(tmp_path))
 
 

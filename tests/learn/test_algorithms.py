@@ -19,7 +19,7 @@ NAMES = sorted(n for n in vars(configs) if n.isupper() and n[0] != '_')
 # What is in the way of a run, and what the error says.
 REFUSED = {
   'DR_GRPO': 'algorithm.horizon=0',
-  'PPO': "advantage='gae' needs a critic, and config.critic.lr=0.0",
+  'PPO': "advantage='gae'.*config.critic.lr=0.0",
 }
 
 
@@ -64,8 +64,8 @@ def test_dr_grpo_runs_with_its_horizon():
   [
     ('LITE_PPO', {'rollout.group': 1}, 'rollout.group=1'),
     ('REINFORCE_PP_BASELINE', {'rollout.group': 1}, 'rollout.group=1'),
-    ('CISPO', {'algorithm.clip_dual': 3.0}, 'clip_dual=3.0 has no effect'),
-    ('REINFORCE', {'algorithm.ratio': 'product'}, "ratio='product' has no"),
+    ('CISPO', {'algorithm.clip_dual': 3.0}, 'clip_dual=3.0'),
+    ('REINFORCE', {'algorithm.ratio': 'product'}, "ratio='product'"),
     ('DAPO', {'algorithm.clip_dual': 0.5}, 'clip_dual=0.5: above 1'),
     ('PPO', {'critic.lr': 1e-5, 'critic.clip': -1.0}, 'critic.clip=-1.0'),
     (
@@ -73,41 +73,29 @@ def test_dr_grpo_runs_with_its_horizon():
       {'critic.lr': 1e-5, 'critic.pretrain_steps': 60},
       'critic.pretrain_steps=60',
     ),
-    (
-      'GRPO',
-      {'critic.pretrain_steps': 5},
-      'critic.pretrain_steps=5.*0 where there is no critic',
-    ),
+    ('GRPO', {'critic.pretrain_steps': 5}, 'critic.pretrain_steps=5'),
     (
       'LITE_PPO',
       {'algorithm.kl': 'reward', 'algorithm.kl_coef': 0.1},
-      "kl='reward' with advantage='lite_ppo'",
+      "kl='reward'.*'lite_ppo'",
     ),
     ('REMAX', {'algorithm.drop_zero_variance': True}, "advantage='remax'"),
     (
       'REINFORCE',
       {'algorithm.drop_zero_variance': True, 'rollout.group': 1},
-      'drop_zero_variance leaves out',
+      'drop_zero_variance .*False',
     ),
     (
       'PPO',
       {'critic.lr': 1e-5, 'critic.schedule': 'step'},
       "critic.schedule='step'",
     ),
-    (
-      'RLOO',
-      {'critic.lr': 1e-5},
-      "advantage='rloo' has no use for a critic.*lr=1e-05",
-    ),
+    ('RLOO', {'critic.lr': 1e-5}, "'rloo'.*critic.*lr=1e-05"),
     ('GSPO', {'rollout.refill': 2}, 'drop_zero_variance=False'),
     ('DAPO', {'rollout.refill': 2, 'rollout.max_staleness': 1}, 'staleness=1'),
     ('DAPO', {'rollout.refill': -1}, 'refill=-1'),
-    ('REINFORCE', {'algorithm.advantage': 'lite_ppo'}, "kw has no field 'eps'"),
-    (
-      'LITE_PPO',
-      {'algorithm.advantage': 'rloo'},
-      'kw.(eps|ddof) is no field of rloo',
-    ),
+    ('REINFORCE', {'algorithm.advantage': 'lite_ppo'}, "kw .*'eps'"),
+    ('LITE_PPO', {'algorithm.advantage': 'rloo'}, 'kw.(eps|ddof).*rloo'),
   ],
 )
 def test_what_cannot_work_is_refused_at_the_start(name, change, message):
@@ -125,22 +113,16 @@ TURNS = dict(
 @pytest.mark.parametrize(
   'change, message',
   [
-    (dict(advantage='tests.tiny.first_tern'), "did you mean 'first_turn'"),
-    (dict(advantage='tests.tyny.first_turn'), "no module 'tests.tyny'"),
-    (dict(advantage_kw={}), "kw has no field 'scale'"),
-    (dict(advantage_kw=dict(scale=1.0, scael=1.0)), 'kw.scael is no field of'),
-    (dict(advantage='tests.tiny.too_few'), 'needs values, valid and group_ids'),
-    (
-      dict(advantage='tests.tiny.unknown_array'),
-      "advantage='tests.tiny.unknown_array' takes .*'masks'.*'mask'",
-    ),
-    (dict(drop_zero_variance=True), 'drop_zero_variance leaves out'),
-    (TURNS | dict(drop_zero_variance=True), 'drop_zero_variance leaves out'),
-    (
-      TURNS | dict(kl='reward', kl_coef=0.1),
-      "kl='reward' with advantage='turn",
-    ),
-    (TURNS | dict(advantage_kw={}), "kw has no field 'gamma'"),
+    (dict(advantage='tests.tiny.first_tern'), "'first_turn'"),
+    (dict(advantage='tests.tyny.first_turn'), "'tests.tyny'"),
+    (dict(advantage_kw={}), "kw .*'scale'"),
+    (dict(advantage_kw=dict(scale=1.0, scael=1.0)), 'kw.scael'),
+    (dict(advantage='tests.tiny.too_few'), 'values, valid and group_ids'),
+    (dict(advantage='tests.tiny.unknown_array'), "'masks'.*'mask'"),
+    (dict(drop_zero_variance=True), 'drop_zero_variance .*False'),
+    (TURNS | dict(drop_zero_variance=True), 'drop_zero_variance .*False'),
+    (TURNS | dict(kl='reward', kl_coef=0.1), "kl='reward'.*'turn"),
+    (TURNS | dict(advantage_kw={}), "kw .*'gamma'"),
   ],
 )
 def test_what_an_advantage_of_ones_own_cannot_be(change, message):
@@ -170,7 +152,7 @@ def test_a_critic_needs_the_discounts_of_its_returns():
     quickstart.get_config(), 'REINFORCE', **{'critic.lr': 1e-5}
   )
   config.algorithm.advantage = 'tests.tiny.critic_without_fields'
-  with pytest.raises(checks.ConfigError, match='fields gamma and lam'):
+  with pytest.raises(checks.ConfigError, match='gamma and lam'):
     checks.check(config)
 
 

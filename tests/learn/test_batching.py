@@ -317,10 +317,10 @@ def test_loss_tokens_beyond_the_static_size_take_more_rows():
 def test_errors():
   rng = np.random.default_rng(0)
   long = trajectory('long', 2, rng, n=40)
-  with pytest.raises(ValueError, match='40 tokens fits none of config.batch'):
+  with pytest.raises(ValueError, match='40 tokens.*config.batch'):
     batching.make([long], [True], [0], config().batch)
   failed = trajectory('q', 1, rng, end='failed')
-  with pytest.raises(ValueError, match='q/solver/1 failed'):
+  with pytest.raises(ValueError, match='q/solver/1'):
     batching.make([failed], [True], [0], config().batch)
   bare = dataclasses.replace(
     long,

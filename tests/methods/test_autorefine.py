@@ -108,7 +108,7 @@ def test_controls():
 def test_what_is_refused():
   c = autorefine.get_config()
   c.env.template = 'micro'
-  with pytest.raises(RewardError, match="'refine' is none of.*micro_notes"):
+  with pytest.raises(RewardError, match="'refine'.*micro_notes"):
     checks.check_data(c, ())
   with pytest.raises(RewardError, match="outcome='en'"):
     checks.check_data(autorefine.get_config('outcome=en'), ())

@@ -123,7 +123,7 @@ def test_one_update_of_a_step_is_refused():
   assert c.algorithm.minibatches == 4
   checks.check(c)
   c.algorithm.minibatches = 1
-  with pytest.raises(checks.ConfigError, match='minibatches=1.*use 2 or more'):
+  with pytest.raises(checks.ConfigError, match='minibatches=1'):
     checks.check(c)
   c.algorithm.epochs = 2
   checks.check(c)

@@ -117,7 +117,7 @@ def test_what_is_refused():
   assert c.rollout.group == 8
   checks.check(c)
   c.rollout.sampler = 'chains'
-  with pytest.raises(ConfigError, match="sampler='chains' gives no trees"):
+  with pytest.raises(ConfigError, match="sampler='chains'"):
     checks.check(c)
   with pytest.raises(ConfigError, match='group=4, trees=2, rounds=2'):
     checks.check(tree_grpo.get_config('leaves=2,rounds=2'))

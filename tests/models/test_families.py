@@ -301,11 +301,7 @@ def test_the_inverse(name):
       {'layer_types': ['full_attention', 'sliding_attention']},
       'layer_types',
     ),
-    (
-      QWEN2,
-      {'layer_types': ['full_attention'] * 2},
-      'layer_types=.*each of 3 layers',
-    ),
+    (QWEN2, {'layer_types': ['full_attention'] * 2}, 'layer_types=.*3 layers'),
     (LLAMA, {'rms_norm_eps': None}, 'rms_norm_eps=None'),
     (LLAMA, {'rope_theta': '1e4'}, "rope_theta='1e4'"),
     (LLAMA, {'rope_scaling': 'linear'}, "rope_scaling='linear'"),
@@ -315,13 +311,13 @@ def test_the_inverse(name):
     (
       PUBLISHED['gemma-3-4b'],
       {'tie_word_embeddings': False},
-      'tie_word_embeddings=False.*the same in text_config',
+      'tie_word_embeddings=False.*text_config',
     ),
     # Readers differ in which of the two they take, or in what stands for it.
     (
       LLAMA,
       {'original_max_position_embeddings': 4096},
-      'original_max_position_embeddings=4096.*expected 24',
+      'original_max_position_embeddings=4096.*24',
     ),
     (
       LLAMA,
@@ -351,7 +347,7 @@ def test_the_inverse(name):
     (
       GEMMA,
       {'layer_types': ['full_attention', 'sliding_attention'] * 3},
-      'layer_types=.*equal distances',
+      'layer_types=.*distances',
     ),
     (LLAMA, {'rope_scaling': {'rope_type': 'yarn', 'factor': 2.0}}, "'yarn'"),
     (

@@ -167,16 +167,16 @@ def test_peft_files_round_trip(tmp_path):
   [
     ('r', 8, 'config.models.lora.rank=4'),
     ('lora_alpha', 4, 'config.models.lora.alpha=8.0'),
-    ('use_dora', True, 'use_dora=True is not supported'),
+    ('use_dora', True, 'use_dora=True'),
     ('modules_to_save', ['lm_head'], 'modules_to_save'),
     # Their base is not the model: it lacks what the fresh adapter adds.
     ('init_lora_weights', 'pissa', "'pissa' .*path_initial_model_for_weight"),
     ('init_lora_weights', 'pissa_niter_4', "init_lora_weights='pissa_niter_4'"),
-    ('init_lora_weights', 'olora', "'olora' .*expected .*'gaussian' or 'eva'"),
+    ('init_lora_weights', 'olora', "'olora'.*'gaussian' or 'eva'"),
     ('init_lora_weights', 'loftq', "init_lora_weights='loftq'"),
     ('init_lora_weights', 'of_2027', "init_lora_weights='of_2027'"),
     ('lora_bias', True, 'lora_bias=True'),
-    ('kasa_config', {'beta': 1.0}, r"kasa_config=\{'beta': 1.0\} is not known"),
+    ('kasa_config', {'beta': 1.0}, r"kasa_config=\{'beta': 1.0\}"),
   ],
 )
 def test_another_adapter_is_refused(tmp_path, field, value, match):
@@ -202,7 +202,7 @@ def test_what_peft_writes_of_plain_lora_is_known(tmp_path):
   found = lora.load(tmp_path / 'a', CFG)
   jax.tree.map(np.testing.assert_array_equal, found, adapters)
   (tmp_path / 'a' / lora.WEIGHTS).unlink()
-  with pytest.raises(FileNotFoundError, match='load other formats'):
+  with pytest.raises(FileNotFoundError, match='PEFT'):
     lora.load(tmp_path / 'a', CFG)
 
 
@@ -211,7 +211,5 @@ def test_an_adapter_of_other_projections_is_refused(tmp_path):
   fewer = dataclasses.replace(
     CFG, lora=dataclasses.replace(LORA, targets=('q',))
   )
-  with pytest.raises(
-    ValueError, match='down_proj.lora_A.weight.*asks for None'
-  ):
+  with pytest.raises(ValueError, match='down_proj.lora_A.weight'):
     lora.load(tmp_path / 'a', fewer)

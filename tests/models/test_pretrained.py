@@ -180,7 +180,7 @@ def test_another_architecture_is_named(tmp_path):
   folder = models.write(tmp_path, 'qwen3')
   cfg = pretrained.read_config(folder)
   other = dataclasses.replace(cfg, rope_theta=5.0, dtype='bfloat16')
-  with pytest.raises(ValueError, match='rope_theta=1000000.0, expected 5.0'):
+  with pytest.raises(ValueError, match='rope_theta=1000000.0.* 5.0'):
     pretrained.load(folder, cfg=other)
 
 
@@ -200,25 +200,25 @@ Q = 'model.layers.2.self_attn.q_proj.weight'
 @pytest.mark.parametrize(
   'change, named',
   [
-    ({Q: None}, f"{Q}' is missing; there is 'model.embed_tokens.weight'"),
+    ({Q: None}, f"{Q}'.*'model.embed_tokens.weight'"),
     (
       {Q: None, f'actor.{Q}': np.zeros((32, 32), np.float32)},
-      f"{Q}' is missing; there is 'actor.{Q}': remove the prefix 'actor.'",
+      f"{Q}'.*'actor.{Q}'.*'actor.'",
     ),
     (
       {f'module.{Q}': np.zeros((32, 32), np.float32)},
-      f"'module.{Q}' is there twice|'{Q}' is there twice",
+      f"'(module.)?{Q}'.*twice",
     ),
     ({Q: np.zeros((32, 31), np.float32)}, rf"{Q}'.*\(32, 31\).*\(32, 32\)"),
     ({Q: np.zeros((32, 32), np.int32)}, f"{Q}'.*I32"),
     (
       {'model.layers.3.mlp.up_proj.weight': np.zeros(2, np.float32)},
-      "model.layers.3.mlp.up_proj.weight'.*asks for none",
+      "model.layers.3.mlp.up_proj.weight'",
     ),
-    ({'score.weight': np.zeros(2, np.float32)}, "score.weight'.*asks for none"),
+    ({'score.weight': np.zeros(2, np.float32)}, "score.weight'"),
     (
       {'lm_head.weight': np.zeros((48, 32), np.float32)},
-      "lm_head.weight' differs from the embedding",
+      "lm_head.weight'.*tie_word_embeddings",
     ),
   ],
 )
@@ -274,7 +274,7 @@ def test_shards_without_an_index_load_if_all_are_there(tmp_path):
 def test_an_untied_model_without_a_head_is_named(tmp_path):
   config = models.CONFIGS[TIED] | {'tie_word_embeddings': False}
   models.write(tmp_path, TIED, config=config)
-  with pytest.raises(ValueError, match='tie_word_embeddings is false'):
+  with pytest.raises(ValueError, match='tie_word_embeddings'):
     pretrained.load(tmp_path)
 
 
@@ -294,13 +294,13 @@ POINTER = 'version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n'
       ['global_step_5/actor/model_world_size_2_rank_0.pt'],
       'local_dir .*global_step_5/actor --target',
     ),
-    (['checkpoint-5/model.safetensors'], 'checkpoint-5 holds one'),
-    (['tiny.gguf'], 'give the file .*tiny.gguf'),
-    (['pytorch_model.bin'], 'safetensors: load'),
-    (['notes.txt'], 'a Hugging Face checkpoint, with all its files'),
-    ([pretrained.SINGLE], f'{pretrained.SINGLE}: a Git LFS pointer.*lfs pull'),
-    ([pretrained.INDEX], f'{pretrained.INDEX}: a Git LFS pointer'),
-    (['config.json'], 'config.json: a Git LFS pointer'),
+    (['checkpoint-5/model.safetensors'], 'checkpoint-5'),
+    (['tiny.gguf'], 'tiny.gguf'),
+    (['pytorch_model.bin'], 'save_pretrained'),
+    (['notes.txt'], 'folder of a Hugging Face'),
+    ([pretrained.SINGLE], f'{pretrained.SINGLE}.*LFS.*lfs pull'),
+    ([pretrained.INDEX], f'{pretrained.INDEX}.*LFS'),
+    (['config.json'], 'config.json.*LFS'),
   ],
 )
 @pytest.mark.parametrize('config', [False, True])
@@ -341,7 +341,7 @@ def test_broken_files_are_named(tmp_path):
   with pytest.raises(FileNotFoundError, match='index'):
     pretrained.load(folder)
   (folder / 'config.json').write_text('{')
-  with pytest.raises(ValueError, match='config.json: not JSON'):
+  with pytest.raises(ValueError, match='config.json.*JSON'):
     pretrained.load(folder)
   (folder / 'config.json').write_text('{"model_type": "gpt2"}')
   with pytest.raises(ValueError, match=f'{folder}.*gpt2'):
@@ -374,7 +374,7 @@ def test_a_broken_index_is_named(tmp_path):
   with pytest.raises(ValueError, match='tensor .* is missing'):
     pretrained.load(out)
   index.write_text('{}')
-  with pytest.raises(ValueError, match='malformed index'):
+  with pytest.raises(ValueError, match='malformed'):
     pretrained.load(out)
 
 
@@ -384,7 +384,7 @@ def test_export_refuses_other_parameters(tmp_path):
     (tmp_path / 'out').mkdir()
     pretrained.save(tmp_path / 'out', cfg, params)
   less = {k: v for k, v in params.items() if k != 'final_norm'}
-  with pytest.raises(ValueError, match="'final_norm' has shape None"):
+  with pytest.raises(ValueError, match="'final_norm'"):
     pretrained.save(tmp_path / 'x', cfg, less)
   with pytest.raises(ValueError, match="'extra'"):
     pretrained.save(tmp_path / 'x', cfg, params | {'extra': jnp.ones(2)})

@@ -181,7 +181,7 @@ def test_what_is_carried_is_what_prune_made(tmp_path, monkeypatch):
   for name in ('config.json', 'tokenizer.json', prune.KEPT):
     assert (out / name).read_text() == (small / name).read_text(), name
   (carried / carry.HALVES[1]).unlink()
-  with pytest.raises(FileNotFoundError, match='b.safetensors is missing'):
+  with pytest.raises(FileNotFoundError, match='b.safetensors'):
     carry.unpack(carried, tmp_path / 'again')
 
 
@@ -207,9 +207,9 @@ def test_a_file_is_a_model_path(tmp_path, monkeypatch, capsys):
   'change, named',
   [
     ([('add_expert_count', 8)], r'llama.expert_count=8'),
-    ([('add_tokenizer_pre', 'smollm')], r"ggml.pre='smollm' is not supported"),
+    ([('add_tokenizer_pre', 'smollm')], r"ggml.pre='smollm'"),
     ([('add_rope_scaling_type', gguf.RopeScalingType.YARN)], "'yarn'"),
-    ([('add_rope_dimension_count', 4)], r'rope.dimension_count=4.*expected 8'),
+    ([('add_rope_dimension_count', 4)], r'rope.dimension_count=4.*8'),
     (
       [('add_tensor', 'rope_freqs.weight', np.ones(4, np.float32))],
       'Llama 3.1',
@@ -248,7 +248,7 @@ def test_a_file_that_is_cut_is_refused(tmp_path, size):
   write(tmp_path / 'm.gguf', 'qwen3')
   whole = (tmp_path / 'm.gguf').read_bytes()
   (tmp_path / 'm.gguf').write_bytes(whole[:size])
-  with pytest.raises(ValueError, match='m.gguf: a truncated or malformed GGUF'):
+  with pytest.raises(ValueError, match='m.gguf.*truncated'):
     ours.to_folder(tmp_path / 'm.gguf', tmp_path / 'out')
 
 

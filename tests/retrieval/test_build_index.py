@@ -85,9 +85,7 @@ def contents(out):
 
 def test_one_build_at_a_time(source, tmp_path):
   with contextlib.closing(build_index.Folder(tmp_path)):
-    with pytest.raises(
-      files.FilesError, match='another build uses this folder'
-    ):
+    with pytest.raises(files.FilesError, match='another build'):
       build(tmp_path, corpus=source, index=['bm25'])
   build(tmp_path, corpus=source, index=['bm25'])
 
@@ -95,7 +93,7 @@ def test_one_build_at_a_time(source, tmp_path):
 def test_restart_discards_index_folders_only(source, tmp_path):
   (tmp_path / 'bm25').mkdir()
   (tmp_path / 'bm25/of_another_program').write_text('x')
-  with pytest.raises(files.FilesError, match='not an index folder to discard'):
+  with pytest.raises(files.FilesError, match='no corpus.arrow'):
     build(tmp_path, corpus=source, index=['bm25'], restart=True)
   assert (tmp_path / 'bm25/of_another_program').exists()
 
@@ -198,18 +196,17 @@ def test_stopped_encoding_goes_on(source, tmp_path, monkeypatch, at):
 @pytest.mark.parametrize(
   'change, said',
   [
-    (dict(encoder='other'), "encoder.sha256 was 'fake', is 'other'"),
-    (dict(pooling='cls'), "encoder.pooling was 'mean', is 'cls'"),
-    (dict(passage_prefix=''), "encoder.passage_prefix was 'passage: '"),
-    (dict(vectors='float16'), "dtype was 'float32', is 'float16'"),
+    (dict(encoder='other'), "encoder.sha256 .*'fake'.*'other'"),
+    (dict(pooling='cls'), "encoder.pooling .*'mean'.*'cls'"),
+    (dict(passage_prefix=''), "encoder.passage_prefix .*'passage: '"),
+    (dict(vectors='float16'), "dtype .*'float32'.*'float16'"),
   ],
 )
 def test_other_work_is_refused_by_name(source, tmp_path, change, said):
   build(tmp_path, corpus=source, index=['dense_jax'])
   before = contents(tmp_path)
-  with pytest.raises(vectors.VectorsError) as error:
+  with pytest.raises(vectors.VectorsError, match=f'{said}.*--restart'):
     build(tmp_path, corpus=source, index=['dense_faiss:Flat'], **change)
-  assert said in str(error.value) and '--restart' in str(error.value)
   assert contents(tmp_path) == before
   build(tmp_path, corpus=source, index=['dense_jax'], restart=True, **change)
 
@@ -217,7 +214,7 @@ def test_other_work_is_refused_by_name(source, tmp_path, change, said):
 def test_other_corpus_is_refused(source, tmp_path):
   build(tmp_path / 'x', corpus=source)
   other = write_corpus(tmp_path / 'other.jsonl', generate(500, seed=1))
-  with pytest.raises(CorpusError, match='is not the corpus in'):
+  with pytest.raises(CorpusError, match='other.jsonl'):
     build(tmp_path / 'x', corpus=str(other), index=['bm25'])
   same = tmp_path / 'same.gz'
   same.write_bytes(gzip.compress(open(source, 'rb').read()))
@@ -228,35 +225,28 @@ def test_other_corpus_is_refused(source, tmp_path):
   build(tmp_path / 'x', index=['dense_jax'])
   build(tmp_path / 'z', corpus=str(other))
   shutil.copy(tmp_path / 'z/corpus.arrow', tmp_path / 'x/corpus.arrow')
-  with pytest.raises(FolderError, match='corpus.arrow is not the corpus'):
+  with pytest.raises(FolderError, match='corpus.arrow.*manifest'):
     build(tmp_path / 'x', index=['bm25'])
 
 
 @pytest.mark.parametrize(
-  'name, said',
-  [
-    ('dense', 'not one of'),
-    ('bm25:x', 'not one of'),
-    ('', 'not one of'),
-    ('dense_faiss', 'not one of'),
-    ('dense_faiss:', 'not one of'),
-  ],
+  'name', ['dense', 'bm25:x', '', 'dense_faiss', 'dense_faiss:']
 )
-def test_wrong_index_is_refused_before_work(source, tmp_path, name, said):
-  with pytest.raises(ValueError, match=said):
+def test_wrong_index_is_refused_before_work(source, tmp_path, name):
+  with pytest.raises(ValueError, match=f'--index={name}: '):
     build(tmp_path / 'x', corpus=source, index=['bm25', name])
   assert not (tmp_path / 'x').exists()
 
 
 @pytest.mark.parametrize('factory', ['Foo9', 'IVF4,PQ5', ' '])
 def test_wrong_factory_is_refused_before_encoding(source, tmp_path, factory):
-  with pytest.raises(ValueError, match='no such index of 32 dimensions'):
+  with pytest.raises(ValueError, match='32 dimensions'):
     build(tmp_path, corpus=source, index=[f'dense_faiss:{factory}'])
   assert FakeEncoder.encoded == 0
 
 
 def test_dense_without_encoder(source, tmp_path):
-  with pytest.raises(ValueError, match='--encoder is missing'):
+  with pytest.raises(ValueError, match='--encoder'):
     build(tmp_path, corpus=source, index=['dense_jax'], encoder=None)
 
 
@@ -270,14 +260,14 @@ def test_vectors_that_are_no_numbers_name_the_passage(
     return v * np.nan if 'title333"' in text else v
 
   monkeypatch.setattr(FakeEncoder, '_encode', broken)
-  with pytest.raises(vectors.VectorsError, match='vector 333, counted from 0'):
+  with pytest.raises(vectors.VectorsError, match='vector 333'):
     build(tmp_path, corpus=source, index=['dense_jax'])
 
 
 def test_damaged_state(source, tmp_path):
   build(tmp_path, corpus=source, index=['dense_jax'])
   (tmp_path / 'manifest.json').write_text('{"format"')
-  with pytest.raises(files.FilesError, match='manifest.json: is damaged'):
+  with pytest.raises(files.FilesError, match='manifest.json'):
     build(tmp_path, index=['dense_jax'])
   build(tmp_path, corpus=source, index=['dense_jax'], restart=True)
   os.truncate(tmp_path / 'corpus.arrow', 1000)
@@ -288,7 +278,7 @@ def test_damaged_state(source, tmp_path):
 def test_full_disk(source, tmp_path, monkeypatch):
   usage = types.SimpleNamespace(free=1000)
   monkeypatch.setattr(files.shutil, 'disk_usage', lambda path: usage)
-  with pytest.raises(files.FilesError, match='vectors.npy.part: needs'):
+  with pytest.raises(files.FilesError, match='vectors.npy.part'):
     build(tmp_path, corpus=source, index=['dense_jax'])
 
 
@@ -400,7 +390,7 @@ def test_every_index_opens_and_finds(source, tmp_path, monkeypatch, milvus_url):
   # Passages, asked as queries, find themselves where both are encoded alike.
   alike = dict(passage_length=48, query_length=48, query_prefix='passage: ')
   given = dict(encoder=str(model), **alike)
-  with pytest.raises(ValueError, match='milvus needs --milvus_uri'):
+  with pytest.raises(ValueError, match='--milvus_uri'):
     build(tmp_path / 'x', corpus=source, index=names, **given)
   build(
     tmp_path / 'x',
@@ -439,7 +429,7 @@ def test_every_index_opens_and_finds(source, tmp_path, monkeypatch, milvus_url):
 
 def test_other_options_of_bm25_are_not_passed_over(source, tmp_path):
   build(tmp_path, corpus=source, index=['bm25'], k1=0.9)
-  with pytest.raises(ValueError, match='k1 was 0.9, is 1.2'):
+  with pytest.raises(ValueError, match='k1 .*0.9.*1.2'):
     build(tmp_path, index=['bm25'])
   build(tmp_path, index=['bm25'], k1=0.9)
 
@@ -447,7 +437,7 @@ def test_other_options_of_bm25_are_not_passed_over(source, tmp_path):
 def test_the_analyzer_is_that_of_the_build(source, tmp_path):
   build(tmp_path, corpus=source, index=['bm25'])
   build(tmp_path, index=['bm25'], analyzer='words')  # what auto was
-  with pytest.raises(ValueError, match="analyzer was 'words', is 'scripts'"):
+  with pytest.raises(ValueError, match="analyzer .*'words'.*'scripts'"):
     build(tmp_path, index=['bm25'], analyzer='scripts')
   build(
     tmp_path, restart=True, corpus=source, index=['bm25'], analyzer='scripts'
@@ -461,5 +451,5 @@ def test_the_manifest_states_the_parameters_of_a_preset(source, tmp_path):
   build(tmp_path, corpus=source, index=['bm25'], bm25_preset='search_r1')
   stated = manifest(tmp_path)['indexes']['bm25']
   assert (stated['k1'], stated['b']) == (0.9, 0.4)
-  with pytest.raises(ValueError, match='k1 was 0.9, is 1.2; b was 0.4, is'):
+  with pytest.raises(ValueError, match='k1 .*0.9.*; b .*0.4'):
     build(tmp_path, index=['bm25'])

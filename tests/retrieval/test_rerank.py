@@ -141,13 +141,13 @@ def test_wrong_arguments(folder, tmp_path):
   index = Fixed([[0, 1]], 2)
   with pytest.raises(ValueError, match='k=0'):
     Rerank(index, ['a', 'b'], Lengths(), 3).search(['q'], 0)
-  with pytest.raises(ValueError, match='length=129; expected 3 to 128'):
+  with pytest.raises(ValueError, match='length=129.*3 to 128'):
     CrossEncoder(folder, length=129)
   with pytest.raises(ValueError, match="dtype='int8'"):
     CrossEncoder(folder, dtype='int8')
   # An encoder is no cross-encoder, nor is a classifier of three labels.
   other = encoders.write(tmp_path, 'gte-tiny')
-  with pytest.raises(ValueError, match="'bert.embeddings.*is missing"):
+  with pytest.raises(ValueError, match="'bert.embeddings"):
     CrossEncoder(other, length=64)
   labels = encoders.write(tmp_path, encoders.RERANKER)
   file = labels / 'model.safetensors'

@@ -100,8 +100,7 @@ def test_port_taken(corpus_path, tmp_path):
 
 
 @pytest.mark.parametrize(
-  'content, said',
-  [('', 'is empty'), ('{"id": "1"}\n', ":1: no field 'contents'")],
+  'content, said', [('', 'empty'), ('{"id": "1"}\n', ":1: no field 'contents'")]
 )
 def test_bad_corpus(tmp_path, content, said):
   path = tmp_path / 'c.jsonl'
@@ -142,7 +141,7 @@ def test_bad_flags(corpus_path):
 
 def test_not_ready_in_time(corpus_path, tmp_path):
   begun = time.monotonic()
-  with pytest.raises(ServerError, match='not ready after 0.01 s'):
+  with pytest.raises(ServerError, match='0.01 s'):
     start_server(corpus_path, log_path=tmp_path / 'log', timeout_s=0.01)
   assert time.monotonic() - begun < 10
 
@@ -311,15 +310,15 @@ def test_several_indexes_are_fused_and_reranked(folder, tmp_path, monkeypatch):
 def test_a_folder_that_does_not_fit_is_refused(folder, tmp_path):
   path, encoder, _ = folder
   for said, flags in (
-    ("no index 'dense_faiss:HNSW64'", ['--index=dense_faiss:HNSW64']),
-    ('needs an encoder', ['--index=dense_jax']),
-    ('--faiss_gpu is of dense_faiss', ['--index=bm25', '--faiss_gpu']),
-    ('no index folder', [f'--index_folder={tmp_path}']),
+    ("'dense_faiss:HNSW64'", ['--index=dense_faiss:HNSW64']),
+    ('--encoder', ['--index=dense_jax']),
+    ('--faiss_gpu', ['--index=bm25', '--faiss_gpu']),
+    ('no manifest.json', [f'--index_folder={tmp_path}']),
   ):
     done = run('--port=0', f'--index_folder={path}', *flags)
     assert done.returncode == 1 and said in done.stderr
   # A process of its own, since it opens an encoder.
-  with pytest.raises(ServerError, match='sees no GPU.*--faiss_gpu') as error:
+  with pytest.raises(ServerError, match='GPU.*--faiss_gpu') as error:
     start_server(
       log_path=tmp_path / 'log',
       index_folder=path,
@@ -384,7 +383,7 @@ def test_whatever_is_served_compiles_before_it_is_ready(
     env={k: v for k, v in os.environ.items() if k not in nowhere},
   )
   assert done.returncode == 0, done.stderr
-  assert 'programs are not kept (--compile_cache): no home' in done.stderr
+  assert '--compile_cache' in done.stderr
   programs, compiled, identity = done.stdout.split(' ', 2)
   assert int(programs) > 3 and int(compiled) == 0
   assert '"encoder_dtype": "bfloat16"' in identity
@@ -492,7 +491,7 @@ def test_parent_that_is_gone_already(corpus_path):
   gone = subprocess.Popen([sys.executable, '-c', ''])
   gone.wait()
   done = run(f'--corpus={corpus_path}', '--port=0', f'--parent_pid={gone.pid}')
-  assert done.returncode == 1 and 'no process' in done.stderr
+  assert done.returncode == 1 and f'--parent_pid={gone.pid}' in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -40,8 +40,5 @@ def test_text_is_its_normal_form():
 
 @pytest.mark.parametrize('match', ['math', 'nowhere.equal', f'{NEAR}er'])
 def test_a_match_that_is_no_function_names_the_fix(match):
-  with pytest.raises(
-    ValueError,
-    match=(f"match='{match}' is neither 'text' nor .*mathematics.equal"),
-  ):
+  with pytest.raises(ValueError, match=f"match='{match}'.*mathematics.equal"):
     equivalence.keys(['1'], match)

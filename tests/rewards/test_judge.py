@@ -199,16 +199,15 @@ def test_a_judge_that_gives_no_verdict_is_found_at_the_start():
 
 
 def test_a_judge_that_thinks_too_long_is_told_how_to_be_allowed():
-  both = 'raise config.judge.max_tokens, or switch thinking off'
   with chat_server.serve(lambda body: '<think>\nOkay, let me') as chats:
     for chats.finish in ('length', 'stop'):
-      with pytest.raises(ChatError, match=f'model thinks: {both}'):
+      with pytest.raises(ChatError, match='thinks.*config.judge.max_tokens'):
         asyncio.run(judge.Judge(config(chats.url)).check())
     message = b'"message": {"content": null, "reasoning_content": "Okay"}'
     chats.script = lambda body: (
       b'{"choices": [{"finish_reason": "length", ' + message + b'}]}'
     )
-    with pytest.raises(ChatError, match=f'model thinks: {both}'):
+    with pytest.raises(ChatError, match='thinks.*config.judge.max_tokens'):
       asyncio.run(judge.Judge(config(chats.url)).check())
     chats.script, chats.finish = lambda body: verdict('correct'), 'stop'
     asyncio.run(judge.Judge(config(chats.url, max_tokens=700)).check())
@@ -216,7 +215,7 @@ def test_a_judge_that_thinks_too_long_is_told_how_to_be_allowed():
 
 
 def test_thoughts_alone_are_told_from_another_reply():
-  with pytest.raises(ChatError, match='raise config.judge.max_tokens'):
+  with pytest.raises(ChatError, match='config.judge.max_tokens'):
     judge.read('<think>\nOkay, let me')
 
 
@@ -269,7 +268,7 @@ def test_what_needs_no_verdict_counts_among_the_answers():
     groups = [(*[one('Ann')] * 3, one('bob'), one(''))]  # 1 of 5, not of 1
     found = asyncio.run(rewarded(groups, chats.url, max_failed=0.2))
     np.testing.assert_array_equal(found.valid, [1, 1, 1, 0, 1])
-    with pytest.raises(judge.JudgeError, match='1 verdicts on 5 answers'):
+    with pytest.raises(judge.JudgeError, match='1 verdicts on 5'):
       asyncio.run(rewarded(groups, chats.url, max_failed=0.19))
 
 
@@ -295,9 +294,7 @@ def test_a_reward_without_a_judge_is_refused_at_the_start():
   c.reward.judge = ConfigDict(
     dict(fn='judge.correct', weight=1.0, after_em=True)
   )
-  with pytest.raises(
-    RewardError, match='reward.judge needs a judge.*config.judge.url'
-  ):
+  with pytest.raises(RewardError, match='reward.judge.*config.judge.url'):
     core.check(c, ())
   assert judge.make(c) is None
   c.judge.url = 'http://127.0.0.1:9'

@@ -154,10 +154,10 @@ def config(**fields):
 @pytest.mark.parametrize(
   'fields, message',
   [
-    (dict(kind='gains'), "kind='gains': did you mean 'gain'"),
-    (dict(phi='support'), "no 'support'.*did you mean 'supporting'"),
-    (dict(phi_kw=dict(x=1)), 'phi_kw.x is no field of supporting'),
-    (dict(shuffle=True, at_end=True), 'use one'),
+    (dict(kind='gains'), "kind='gains'.*'gain'"),
+    (dict(phi='support'), "'support'.*'supporting'"),
+    (dict(phi_kw=dict(x=1)), 'phi_kw.x'),
+    (dict(shuffle=True, at_end=True), 'at_end'),
   ],
 )
 def test_errors_name_the_field(fields, message):
@@ -175,9 +175,7 @@ def test_a_shuffle_that_nothing_sees_is_refused():
 
 def test_data_without_supporting_passages_is_refused():
   bare = dataclasses.replace(hand.QUESTION, supporting=())
-  with pytest.raises(
-    ValueError, match="'q' has no supporting.*reward.progress"
-  ):
+  with pytest.raises(ValueError, match="'q'.*supporting.*reward.progress"):
     core.check(config(), [bare])
   core.check(config(phi=f'{__name__}.numbered'), [bare])
   core.check(config(), [IDLE.question])

@@ -213,7 +213,7 @@ def test_an_answer_type_that_nothing_parses_stops_with_the_fix():
   with pytest.raises(
     core.RewardError,
     match=(
-      r"3 of 4 questions have no vote under match='experiments\.ttrl\.mathe.*"
+      r"3 of 4 .*match='experiments\.ttrl\.mathe.*"
       r"\('0', '1', '2', .*"
       r'max_abstained=0\.5.*config\.env\.answer'
     ),
@@ -223,24 +223,18 @@ def test_an_answer_type_that_nothing_parses_stops_with_the_fix():
 
 
 def test_a_group_of_another_size_is_refused():
-  with pytest.raises(core.RewardError, match='2 samples, but votes=3'):
+  with pytest.raises(core.RewardError, match='2 samples.*votes=3'):
     voted(group('a', 'b', 'c'), group('a', 'b'))
 
 
 @pytest.mark.parametrize(
   'fields, says',
   [
-    (
-      dict(votes=1),
-      r'config\.reward\.v: votes=1 with config\.rollout\.group=1',
-    ),
-    (dict(votes=4, group=8), r'votes=4 with config\.rollout\.group=8'),
-    (dict(votes=4, train=5), 'train=5 of votes=4: 1 to 4'),
+    (dict(votes=1), r'votes=1.*config\.rollout\.group=1'),
+    (dict(votes=4, group=8), r'votes=4.*config\.rollout\.group=8'),
+    (dict(votes=4, train=5), 'train=5.*votes=4'),
     (dict(votes=4, train=0), 'train=0'),
-    (
-      dict(votes=4, match='math'),
-      r"config\.reward\.v: match='math' is neither",
-    ),
+    (dict(votes=4, match='math'), r"config\.reward\.v: match='math'"),
   ],
 )
 def test_what_cannot_be_is_found_at_the_start(fields, says):

@@ -310,7 +310,7 @@ def test_too_many_failures_stop_the_run():
       on_trajectory=ended.append,
     )
   # 0.2 of 12 is 2.4: the third failure makes it certain.
-  assert '3 of 12 trajectories failed' in str(error.value)
+  assert '3 of 12' in str(error.value)
   assert 'max_failed=0.2' in str(error.value)
   assert 'error: late: ' in str(error.value)
   assert sum(t.failed for t in ended) >= 3
@@ -372,7 +372,7 @@ def test_a_source_with_too_few_answers_is_a_bug_not_a_result():
     async def search(self, requests):
       return []
 
-  with pytest.raises(ValueError, match='Source gave 0 answers to 1 requests'):
+  with pytest.raises(ValueError, match='Source .*0 answers.*1'):
     play(source=Source())
 
 

@@ -291,7 +291,7 @@ def test_rewards_between_rounds_choose():
     for t in group:
       assert len(values[t.id]) == 3 and len(t) == max(values[t.id])
   assert any(len(set(x)) > 1 for x in values.values())
-  with pytest.raises(ConfigError, match="this loop gives none to role 'judge'"):
+  with pytest.raises(ConfigError, match="'judge'"):
     asyncio.run(
       chains.rollout(
         QUESTIONS, env=make_env(), engine=FakeEngine(searcher),
@@ -335,14 +335,11 @@ def test_a_hint_is_sampled_with_and_not_trained_with():
 @pytest.mark.parametrize(
   'fields, message',
   [
-    (dict(sampler='chain'), "sampler: .*did you mean 'chains'"),
-    (dict(sampler='collector'), "no 'sample' in searchrl_jax.rollout.coll"),
-    (dict(sampler='tests.samplers.bset'), "did you mean 'best'"),
-    (dict(sampler='tests.nowhere.best'), 'no module'),
-    (
-      dict(sampler='tests.samplers.best'),
-      "the field 'attempts': add config.rollout",
-    ),
+    (dict(sampler='chain'), "sampler: .*'chains'"),
+    (dict(sampler='collector'), "'sample' in searchrl_jax.rollout.coll"),
+    (dict(sampler='tests.samplers.bset'), "'best'"),
+    (dict(sampler='tests.nowhere.best'), 'tests.nowhere'),
+    (dict(sampler='tests.samplers.best'), "'attempts'.*config.rollout"),
     (dict(sampler='tree', group=6, trees=4), 'group=6, trees=4, rounds=1'),
     (dict(sampler='tree', group=6, trees=2, rounds=3), 'trees=2, rounds=3'),
     (dict(sampler='tree', group=6, trees=0), 'trees=0'),

@@ -71,7 +71,7 @@ async def verify(engine, version, kind):
 
 
 def test_an_adapter_is_loaded_alone_and_verified(engine):
-  with pytest.raises(client.EngineError, match='a full sync before'):
+  with pytest.raises(client.EngineError, match='full sync'):
     update = WeightsUpdate(lora.split(CFG, weights(1))[0], 1, 'adapter')
     asyncio.run(engine.sync(update))
   full = asyncio.run(verify(engine, 1, 'full'))
@@ -101,7 +101,7 @@ def test_an_adapter_that_differs_stops_the_run(engine, monkeypatch):
   asyncio.run(verify(engine, 4, 'full'))
   with monkeypatch.context() as m:
     m.setattr(Server, '_load_adapter', stale)
-    with pytest.raises(SyncError, match='layers/q_lora_a: published'):
+    with pytest.raises(SyncError, match='layers/q_lora_a'):
       asyncio.run(verify(engine, 5, 'adapter'))
   asyncio.run(verify(engine, 6, 'adapter'))
 

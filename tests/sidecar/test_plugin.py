@@ -103,7 +103,7 @@ class Server:
     if names:
       with pytest.raises(SyncError) as e:
         sync.compare(done.manifest, held)
-      assert all(f'  {name}: published' in str(e.value) for name in names)
+      assert all(f'  {name}:' in str(e.value) for name in names)
     else:
       sync.compare(done.manifest, held)
     return names
@@ -179,7 +179,7 @@ def server(request):
 
 def test_a_tensor_that_stays_random_is_named(untied):
   assert untied.call('searchrl_describe')['loaded'] is None
-  with pytest.raises(RuntimeError, match='no publication has been loaded'):
+  with pytest.raises(RuntimeError, match='no publication'):
     untied.manifest()
   done = untied.publish(1)
   name = 'model.layers.1.self_attn.v_proj.bias'
@@ -321,13 +321,13 @@ def refused(server, path, match):
 
 
 def test_a_version_that_is_not_there_is_refused(server):
-  refused(server, server.publisher.path(99), 'is no complete publication.*13')
+  refused(server, server.publisher.path(99), '00000099.*00000013')
 
 
 def test_half_a_version_is_refused(server, tmp_path):
   path = damaged(server, tmp_path)
   shutil.rmtree(path / 'arrays/state.model.layers.0.mlp.gate_proj.weight')
-  refused(server, path, "'layers/gate' .* is missing")
+  refused(server, path, "'layers/gate'")
 
 
 def test_a_load_that_breaks_halfway_can_be_made_good(server, tmp_path):
@@ -337,7 +337,7 @@ def test_a_load_that_breaks_halfway_can_be_made_good(server, tmp_path):
   with pytest.raises(RuntimeError, match='layers.1.mlp.down_proj'):
     server.call('searchrl_load', str(path))
   assert server.call('searchrl_describe')['loaded'] is None
-  with pytest.raises(RuntimeError, match='no publication has been loaded'):
+  with pytest.raises(RuntimeError, match='no publication'):
     server.manifest()
   assert server.wrong(server.load(14)) == set()
   server.check_logps(make_params(server.cfg, 14))

@@ -102,7 +102,7 @@ def test_random_results_are_of_another_question():
     ask(['x'], random=0.3, others=[Question('b', 'where?', ('Bo',))])
   dials = Dials(Listing(), Setting(random=1.0), 0, [QUESTION, other])
   proposed = SearchRequest('x', 1, Question('new', 'what?'))
-  with pytest.raises(SourceError, match="question 'new' is in no set"):
+  with pytest.raises(SourceError, match="'new'"):
     asyncio.run(dials.search([proposed]))
 
 
@@ -148,7 +148,7 @@ def test_contradictions_stand_beside_the_passages_that_state_needed_facts():
     ((id,),) = ask(['q'], k=1, question=asked, contradict=1.0)
     first.append(id == 'q-0~false')
   assert share(first) == pytest.approx(0.5, abs=0.1)
-  with pytest.raises(SourceError, match="question 'bare' has no meta.facts"):
+  with pytest.raises(SourceError, match="'bare'.*meta.facts"):
     Dials(Listing(), Setting(contradict=0.1), 0, [Question('bare', 'who?')])
 
 
@@ -220,7 +220,7 @@ def test_a_run_has_the_dials_of_its_config():
   with pytest.raises(SourceError, match='dials: .*0.5.*before'):
     require_same(before, now)
   config.source.dials.contradict = 1.5
-  with pytest.raises(ConfigError, match='dials.contradict=1.5: 0 to 1'):
+  with pytest.raises(ConfigError, match='dials.contradict=1.5'):
     schema.check(config)
 
 

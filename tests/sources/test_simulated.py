@@ -163,8 +163,8 @@ def test_a_query_is_sampled_from_a_stream_of_its_own():
     ('useful', 'documents, please', '{query}'),
     ('noisy', '{query} {gold}', 'query.*question'),
     ('useful', '{query} {', 'brace'),
-    ('document', 'Doc (', 'no regular expression'),
-    ('document', 'Doc', 'needs a group'),
+    ('document', 'Doc (', 'regular expression'),
+    ('document', 'Doc', 'group'),
   ],
 )
 def test_fields_that_cannot_work_are_named_at_the_start(field, value, said):
@@ -268,7 +268,7 @@ def test_a_message_needs_a_chat_template():
     (dict(url='http://127.0.0.1:9', chat=False), 'simulator.url'),
     (dict(url='http://127.0.0.1:9', chat=True, path='x'), 'simulator.url'),
     (dict(url='http://127.0.0.1:9', chat=True, stops=('x',)), 'simulator.url'),
-    (dict(document='(?P<title>a)(b)'), 'beside a named title'),
+    (dict(document='(?P<title>a)(b)'), 'document=.*title'),
   ],
 )
 def test_fields_that_do_not_go_together_are_refused(fields, message):

@@ -47,7 +47,7 @@ def test_data_is_fetched_once_and_again_if_it_changes():
   fs.rm('/sets/20240101/nq.jsonl')
   remote.fetch('memory://sets/20240101')
   assert os.listdir(folder) == ['more']
-  with pytest.raises(records.RunError, match='none/x.jsonl: no such file'):
+  with pytest.raises(records.RunError, match='none/x.jsonl'):
     data.resolve('memory://none/x.jsonl', None)
 
 
@@ -152,11 +152,11 @@ def test_a_start_that_fetches_a_run_has_it_to_itself(location, monkeypatch):
 
   monkeypatch.setattr(remote, '_pull', slow)
   folder = remote.open_run('gs://b/run', writes=True)
-  assert 'in use by another process' in said[0]
+  assert 'in use' in said[0]
   with contextlib.ExitStack() as stack, futures.ThreadPoolExecutor() as threads:
     threads.submit(stack.enter_context, folders.locked(folder)).result()
     monkeypatch.setattr(remote, '_pull', pull)
-    with pytest.raises(records.RunError, match='gs://b/run: .* is in use by'):
+    with pytest.raises(records.RunError, match='gs://b/run: .*in use'):
       remote.open_run.__wrapped__('gs://b/run//', writes=True)
 
 
@@ -236,5 +236,5 @@ def test_checkpoints_at_a_bucket_are_complete_or_absent(bucket, monkeypatch):
 
 @gcs.needed
 def test_a_bucket_that_is_not_there_is_named(bucket):
-  with pytest.raises(records.RunError, match='none/run cannot be used.*bucket'):
+  with pytest.raises(records.RunError, match='none/run.*bucket'):
     remote.open_run('gs://none/run', writes=True)

@@ -212,7 +212,7 @@ def test_what_holds_no_trajectories(tmp_path):
   with pytest.raises(RunError, match='trajectories_every'):
     next(records.read(tmp_path))
   (tmp_path / 'a.parquet').write_bytes(b'none')
-  with pytest.raises(RunError, match='a.parquet is not a trajectory file'):
+  with pytest.raises(RunError, match='a.parquet'):
     next(records.read(tmp_path / 'a.parquet'))
 
 
@@ -318,7 +318,7 @@ def test_a_second_start_at_step_0_evaluates_anew(tmp_path):
 def test_a_file_of_something_else_is_not_touched(tmp_path, line):
   path = tmp_path / 'metrics.jsonl'
   path.write_text(line)
-  with pytest.raises(RunError, match='not the config.json of their run'):
+  with pytest.raises(RunError, match='config.json'):
     open_writer(tmp_path)
   assert path.read_text() == line
 
@@ -340,12 +340,12 @@ def test_a_folder_of_another_config(tmp_path):
     w.write(0, {'loss': 1.0})
   other = config()
   other.optim.lr = 1e-3
-  message = 'config.optim.lr is 1e-06 there and 0.001'
+  message = 'config.optim.lr .*1e-06.*0.001'
   with pytest.raises(RunError, match=message):
     open_writer(tmp_path, other)
   other = config()
   other.reward.em = ConfigDict(dict(fn='answer.em', weight=1.0))
-  with pytest.raises(RunError, match='config.reward.em is absent there'):
+  with pytest.raises(RunError, match='config.reward.em .*absent'):
     open_writer(tmp_path, other)
   kept = json.loads((tmp_path / 'config.json').read_text())
   assert kept['optim']['lr'] == 1e-6
@@ -364,7 +364,7 @@ def test_a_run_of_an_earlier_version_goes_on(tmp_path):
   del before['judge']
   records.write_json(tmp_path / 'config.json', before)
   other.judge.max_tokens += 1
-  with pytest.raises(RunError, match='config.judge.max_tokens is 32 there'):
+  with pytest.raises(RunError, match='config.judge.max_tokens .*32'):
     open_writer(tmp_path, other, step=2)
 
 
@@ -373,7 +373,7 @@ def test_a_config_that_is_not_json_is_named(tmp_path):
     w.write(0, {'loss': 1.0})
   (tmp_path / 'config.json').write_text('{"seed": ')
   for start in (open_writer, build.load_config):
-    with pytest.raises(ConfigError, match='config.json: Expecting value'):
+    with pytest.raises(ConfigError, match='config.json'):
       start(tmp_path)
 
 
@@ -387,7 +387,7 @@ def test_a_start_that_failed_claims_nothing(tmp_path):
   kept = json.loads((tmp_path / 'config.json').read_text())
   assert kept['optim']['lr'] == 1e-3
   (tmp_path / 'checkpoints' / '00000001').mkdir(parents=True)
-  with pytest.raises(RunError, match='config.optim.lr is 0.001 there'):
+  with pytest.raises(RunError, match='config.optim.lr .*0.001'):
     open_writer(tmp_path)
 
 
@@ -440,13 +440,13 @@ def test_two_processes_cannot_share_a_folder(tmp_path, monkeypatch, error):
     assert other.stdout.readline() == 'held\n'
     assert folders.in_use(tmp_path)
     for start in (lambda: open_writer(tmp_path), make):
-      with pytest.raises(RunError, match='in use by another process; wait'):
+      with pytest.raises(RunError, match='in use'):
         start()
   assert not folders.in_use(tmp_path) and not (tmp_path / 'made').exists()
   with open_writer(tmp_path):
     make()  # by the process that has the folder
     with futures.ThreadPoolExecutor() as threads:  # not by another of its runs
-      with pytest.raises(RunError, match='in use by another process; wait'):
+      with pytest.raises(RunError, match='in use'):
         threads.submit(open_writer, tmp_path).result()
   open_writer(tmp_path).close()
 
@@ -464,7 +464,7 @@ def test_a_stage_that_waits_for_another_says_so(tmp_path, caplog):
         time.sleep(0.01)
       begin = time.monotonic()
     assert second.result() > begin
-  assert 'in use by another process; wait for its end' in caplog.text
+  assert 'in use' in caplog.text
 
 
 def test_without_locks_another_machine_is_named(tmp_path, monkeypatch):
@@ -510,7 +510,7 @@ def test_one_start_takes_over_from_a_dead_one(tmp_path, monkeypatch, ended):
       return found
 
     monkeypatch.setattr(folders, '_owner', meanwhile)
-    with pytest.raises(RunError, match='in use by another process'):
+    with pytest.raises(RunError, match='in use'):
       stack.enter_context(folders.locked(tmp_path))
     assert real(tmp_path, owner.read_text())
   with folders.locked(tmp_path):
@@ -532,7 +532,7 @@ def test_a_folder_is_made_where_nothing_else_is(tmp_path):
   (folder / 'a').unlink()  # a location keeps no empty folders, nor leftovers
   folders.make(folder, write)
   (folder / 'a').write_text('changed')
-  with pytest.raises(RunError, match='tokenizer is in the way: no run made'):
+  with pytest.raises(RunError, match='tokenizer is in the way'):
     folders.make(folder, write)
   shutil.rmtree(folder)
   folders.make(folder, write)
@@ -543,7 +543,7 @@ def test_a_folder_is_made_where_nothing_else_is(tmp_path):
   mine[2].mkdir()
   (mine[2] / 'link').symlink_to(mine[0])
   for path in (folder, folder, *mine):
-    with pytest.raises(RunError, match=f'{path.name} is in the way: no run'):
+    with pytest.raises(RunError, match=f'{path.name} is in the way'):
       folders.make(path, write)
     (folder / '.made').unlink(missing_ok=True)
   assert (folder / 'notes').read_text() == mine[0].read_text() == 'mine'
@@ -558,13 +558,13 @@ def test_what_no_run_wrote_stays(tmp_path):
     for text in ('{"name": "mine"}', '{"starts": [1]}', '[]', '{'):
       path.write_text(text)
       for start in (open_writer, lambda x: folders.locked_once(x).__enter__()):
-        with pytest.raises(RunError, match=f'{path.name} is in the way: no'):
+        with pytest.raises(RunError, match=f'{path.name} is in the way'):
           start(tmp_path)
       assert path.read_text() == text
     path.unlink()
   steps = tmp_path / 'trajectories' / 'step_00000003.parquet'
   records.write_text(steps, 'mine')
-  with pytest.raises(RunError, match=f'{steps.name} is in the way: no run'):
+  with pytest.raises(RunError, match=f'{steps.name} is in the way'):
     open_writer(tmp_path)
   steps.unlink()
   open_writer(tmp_path).close()
@@ -578,7 +578,7 @@ def test_other_contents_are_refused_by_name(tmp_path):
   with open_writer(tmp_path, step=1, contents=about) as w:
     w.write(1, {})
   open_writer(tmp_path, step=2).close()  # what is not known is kept
-  message = 'another content of config.data.train: b1 there and b2 now'
+  message = 'config.data.train: b1.*b2'
   with pytest.raises(RunError, match=message):
     open_writer(tmp_path, step=2, contents=about | {'config.data.train': 'b2'})
   assert len(lines(tmp_path / 'metrics.jsonl')) == 2
@@ -601,7 +601,7 @@ def test_a_run_gets_more_steps_if_no_schedule_ends_with_them(
     w.write(2, {})
   c.train.steps = 5
   if schedule == 'linear':
-    message = "3 there and 5 now, and config.optim.schedule='linear' ends"
+    message = "3 .*5 .*config.optim.schedule='linear'"
     with pytest.raises(RunError, match=message):
       open_writer(tmp_path, c, step=3, steps=5)
     return
@@ -610,10 +610,10 @@ def test_a_run_gets_more_steps_if_no_schedule_ends_with_them(
   starts = json.loads((tmp_path / 'environment.json').read_text())['starts']
   assert starts[1]['config_changed'] == {'train.steps': [3, 5]}
   c.train.steps = 2
-  with pytest.raises(RunError, match='has done 4 steps: .*steps is 5 there'):
+  with pytest.raises(RunError, match='4 steps: .* 5 '):
     open_writer(tmp_path, c, step=4, steps=2)
   c.train.steps = 0
-  with pytest.raises(RunError, match='has done 4 steps: .*and 0 now'):
+  with pytest.raises(RunError, match='4 steps: .* 0 '):
     open_writer(tmp_path, c, step=4, steps=0)
   open_writer(tmp_path, c, step=4).close()  # of an evaluation
 
@@ -627,7 +627,7 @@ def test_a_removed_folder_stops_its_run(tmp_path, again):
     if again:  # another start has the folder now, and the lock
       stack.enter_context(open_writer(folder))
     for write in (first.write, first.trajectories):
-      with pytest.raises(RunError, match='was removed while'):
+      with pytest.raises(RunError, match='removed while'):
         write(0, {} if write == first.write else [])
   assert (
     not (folder / 'metrics.jsonl').exists()

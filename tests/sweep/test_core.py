@@ -40,15 +40,15 @@ def test_fields_of_a_part_and_dotted_ones_are_changed():
 @pytest.mark.parametrize(
   'fields, message',
   [
-    ({'optim.lrr': 1.0}, "arm 'b': config has no field 'optim.lrr'; did.*'lr'"),
-    ({'optm': {'lr': 1.0}}, "no field 'optm'; did you mean 'optim'"),
-    ({'optim': {'lrr': 1.0}}, "no field 'optim.lrr'; did you mean 'lr'"),
-    ({'optim.lr.x': 1.0}, "no field 'optim.lr.x'"),
-    ({'reward.lenght.weight': 1.0}, "no field 'reward.lenght.weight'.*length"),
+    ({'optim.lrr': 1.0}, "arm 'b': .*'optim.lrr'.*'lr'"),
+    ({'optm': {'lr': 1.0}}, "'optm'.*'optim'"),
+    ({'optim': {'lrr': 1.0}}, "'optim.lrr'.*'lr'"),
+    ({'optim.lr.x': 1.0}, "'optim.lr.x'"),
+    ({'reward.lenght.weight': 1.0}, "'reward.lenght.weight'.*length"),
     ({'optim.lr': 'high'}, "arm 'b': config.optim.lr='high'"),
     ({'algorithm': 'dapo'}, "config.algorithm='dapo'"),
     ({'algorithm.kl': 'los'}, "config.algorithm.kl='los'.*'loss'"),
-    ({'rollout.group': 1}, 'rollout.group=1.*use 2 or more'),
+    ({'rollout.group': 1}, 'rollout.group=1'),
   ],
 )
 def test_what_train_would_refuse_is_refused_first(fields, message):
@@ -57,11 +57,11 @@ def test_what_train_would_refuse_is_refused_first(fields, message):
 
 
 def test_names_and_seeds_that_are_not_apart_are_refused():
-  with pytest.raises(ConfigError, match="two arms are named 'a'; give one"):
+  with pytest.raises(ConfigError, match="arms .*'a'"):
     core.check(sweep(('a', {}), ('a', {'optim.lr': 1.0})))
-  with pytest.raises(ConfigError, match="arm 'a/b' names a folder"):
+  with pytest.raises(ConfigError, match="arm 'a/b'"):
     core.check(sweep(('a/b', {})))
-  with pytest.raises(ConfigError, match=r'seeds \[1\] are tuned with and rep'):
+  with pytest.raises(ConfigError, match=r'seeds \[1\]'):
     core.check(sweep(('a', {}), tuning_seeds=(1, 2)))
 
 
@@ -83,7 +83,7 @@ def test_seeds_that_no_arm_lists_are_every_arms():
   assert every(()) == ['arms/a/0', 'arms/b/0', 'arms/a/1']
   assert every((1, 11)) == ['arms/a/1', 'arms/a/11', 'arms/b/11']
   assert every((100,)) == ['arms/a/100', 'arms/b/100']
-  with pytest.raises(ConfigError, match=r'--seeds=\[1\]: other arms list them'):
+  with pytest.raises(ConfigError, match=r'--seeds=\[1\]'):
     core.plan(made, arms[1:], (1,))
   purposes = [made.purpose(arms[1], case) for case in ('0', '1', '11', '100')]
   assert purposes == ['report', 'replication', 'replication', 'tuning']
@@ -114,11 +114,11 @@ def test_files_of_sweeps_are_found_with_their_argument(tmp_path):
   c = made.arm('kl=0.1').config(2)
   assert (c.train.steps, c.sft.steps) == (6, full.sft.steps / 10)
   assert (c.seed, c.algorithm.kl_coef) == (2, 0.1)
-  with pytest.raises(ConfigError, match='k.py: no such file; did you.*kl.py'):
+  with pytest.raises(ConfigError, match='k.py: .*kl.py'):
     core.load(f'{ROOT}/configs/sweeps/k.py')
-  with pytest.raises(ConfigError, match='neither get_sweep nor ROW'):
+  with pytest.raises(ConfigError, match='get_sweep'):
     core.load('tests.conftest')
-  with pytest.raises(ConfigError, match='tests.nothing: No module named'):
+  with pytest.raises(ConfigError, match='tests.nothing'):
     core.load('tests.nothing')
 
 

@@ -62,7 +62,7 @@ def test_a_sweep_killed_in_a_warm_start_goes_on_and_an_arm_fails(tmp_path):
   # At once: what the killed sweep has started is still saving.
   done = command(tmp_path, '--parallel=2')
   assert done.returncode == 2
-  assert '1 of 4 stages failed' in done.stderr
+  assert '1 of 4' in done.stderr
   assert 'Traceback' not in done.stderr
   assert "arms/broken/0: error: set 'micro': n=1000000" in done.stderr
   assert f'{tmp_path}/logs/arms_broken_0.txt' in done.stderr
@@ -95,7 +95,7 @@ def test_what_needs_a_failed_warm_start_fails_with_its_name(
 
   monkeypatch.setattr(sweep, 'spawn', spawn)
   monkeypatch.setattr(stages.Servers, 'url', lambda *_: 'http://127.0.0.1:9')
-  with pytest.raises(sweep.SweepError, match='3 of 6 stages failed') as error:
+  with pytest.raises(sweep.SweepError, match='3 of 6') as error:
     sweep.run(SPEC, made, core.plan(made, made.arms), tmp_path, parallel=2)
   assert 'warm/warm/0: error: no luck (' in str(error.value)
   assert 'arms/a/0: it needs warm/warm/0' in str(error.value)
@@ -152,7 +152,7 @@ def test_slurm_gets_warm_starts_first(tmp_path, monkeypatch):
   made = core.sweep(tiny_sweep.config, [('a', {}), ('b', {})], seeds=(0, 1))
   planned = core.plan(made, made.arms)
   monkeypatch.setenv('PATH', str(tmp_path))
-  with pytest.raises(ConfigError, match='no sbatch'):
+  with pytest.raises(ConfigError, match='--slurm'):
     sweep.submit(SPEC, made, planned, tmp_path)
   (tmp_path / 'sbatch').write_text(SBATCH.format(folder=tmp_path))
   (tmp_path / 'sbatch').chmod(0o755)
@@ -200,9 +200,9 @@ def test_a_task_of_an_array_runs_the_stage_of_its_number(tmp_path):
 def test_flags_that_name_nothing_are_refused():
   made = tiny_sweep.get_sweep()
   assert sweep.chosen(made, ['kl'], ['7']) == ['warm/warm/7', 'arms/kl/7']
-  with pytest.raises(ConfigError, match="arm 'bse': did you mean 'base'"):
+  with pytest.raises(ConfigError, match="'bse'.*'base'"):
     sweep.chosen(made, ['bse'], [])
-  with pytest.raises(ConfigError, match='--seeds=1,one: invalid literal'):
+  with pytest.raises(ConfigError, match='--seeds=1,one'):
     sweep.chosen(made, [], ['1', 'one'])
 
 

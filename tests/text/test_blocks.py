@@ -70,19 +70,16 @@ def test_a_block_has_neutral_values_for_what_its_entry_omits(tmp_path):
 @pytest.mark.parametrize(
   'blocks, message',
   [
-    (['refine'], r"own.json, field 'blocks': expected name -> tags"),
-    ({'a b': ['<a>', '</a>']}, r"'blocks.a b': needs a name"),
-    ({'search': ['<a>', '</a>']}, r"'blocks.search': .* none of"),
-    ({'other': ['<a>', '</a>']}, r"'blocks.other': .* none of"),
-    ({'note': '<a>'}, r"'blocks.note': expected \["),
-    ({'note': {}}, r"'blocks.note': expected \["),
-    ({'note': ['<think>', '</a>']}, r"tag '<think>' is part of"),
-    ({'note': {'tags': ['<a>', '</a>'], 'end': 1}}, r'beside tags, expected'),
-    ({'note': {'tags': ['<a>', '</a>'], 'ends': 1}}, r'or "ends": true'),
-    (
-      {'note': {'tags': ['<a>', '</a>'], 'ends': True}},
-      r"'stops': lacks {'</a>'}",
-    ),
+    (['refine'], r"own.json, field 'blocks'"),
+    ({'a b': ['<a>', '</a>']}, r"'blocks.a b'"),
+    ({'search': ['<a>', '</a>']}, r"'blocks.search'"),
+    ({'other': ['<a>', '</a>']}, r"'blocks.other'"),
+    ({'note': '<a>'}, r"'blocks.note': .*\["),
+    ({'note': {}}, r"'blocks.note': .*\["),
+    ({'note': ['<think>', '</a>']}, r"tag '<think>'"),
+    ({'note': {'tags': ['<a>', '</a>'], 'end': 1}}, r'"tool": NAME'),
+    ({'note': {'tags': ['<a>', '</a>'], 'ends': 1}}, r'"ends": true'),
+    ({'note': {'tags': ['<a>', '</a>'], 'ends': True}}, r"'stops': .*{'</a>'}"),
   ],
 )
 def test_errors_name_file_and_block(tmp_path, blocks, message):
@@ -192,7 +189,7 @@ def test_records_and_warm_starts_keep_the_name(tok):
   )
   taught = sft.render(trace, env, 0)
   assert reward(env, taught) == 1.0 and answer.valid_format(taught, env, False)
-  with pytest.raises(ValueError, match="'refine', and the template 'base'"):
+  with pytest.raises(ValueError, match="'refine'.*'base'"):
     sft.render(trace, make(tok), 0)
 
 
@@ -272,7 +269,7 @@ def test_the_reward_refuses_a_block_that_the_template_lacks():
     ('refine', 'base', 'there are'),
   ):
     whole = config(block, template)
-    message = f'config.reward.notes: block={block!r} is none of .*{near}'
+    message = f'config.reward.notes: block={block!r}.*{near}'
     with pytest.raises(core.RewardError, match=message):
       core.check(whole)
 

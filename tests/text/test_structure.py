@@ -131,13 +131,11 @@ def test_a_last_search_without_an_observation():
 
 def test_observations_that_no_search_explains_are_named():
   t = dataclasses.replace(searching('a', 'b', sample=3), searches=())
-  with pytest.raises(ValueError, match='q/solver/3 trains on 2 of 2 obs'):
+  with pytest.raises(ValueError, match='q/solver/3 .*2 of 2'):
     of(t)
   t = searching('a', 'b')
   t = dataclasses.replace(t, train_context=t.segments[:3] + t.segments[4:])
-  with pytest.raises(
-    ValueError, match='trains on 1 of 2 observations, with searches in 2'
-  ):
+  with pytest.raises(ValueError, match='1 of 2 .* 2 turns'):
     of(t)
 
 
@@ -265,7 +263,7 @@ def test_labels_of_roles_and_of_samplers():
   with pytest.raises(ValueError, match=r"q/proposer/0: meta\['treee'\]=None"):
     s.labels('treee')
   few = dataclasses.replace(ts[0], meta={'node': [1]})
-  with pytest.raises(ValueError, match='one for each of 2 turns'):
+  with pytest.raises(ValueError, match='2 turns'):
     of(few).labels('node')
   # A search failed before the sampler could tell.
   failed = dataclasses.replace(ts[0], end='failed', meta={})

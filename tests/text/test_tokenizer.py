@@ -109,7 +109,7 @@ def test_a_checkpoint_without_a_tokenizer_is_refused(tmp_path):
 
 
 def test_negative_id_is_an_error():
-  with pytest.raises(ValueError, match='-1 is negative'):
+  with pytest.raises(ValueError, match='-1'):
     scripted.tokenizer('bpe').token_bytes(-1)
 
 
@@ -140,24 +140,24 @@ def test_generation_config_names_more_ends(tmp_path):
   (tmp_path / 'generation_config.json').write_text('{"eos_token_id": 7}')
   assert tokenizing.load(tmp_path).eos_ids == (1, 7)
   (tmp_path / 'generation_config.json').write_text('{')
-  with pytest.raises(ValueError, match='generation_config.json: not JSON'):
+  with pytest.raises(ValueError, match='generation_config.json'):
     tokenizing.load(tmp_path)
 
 
 def test_load_says_what_is_wrong(tmp_path):
   with pytest.raises(ValueError, match='config.model.tokenizer'):
     tokenizing.load('')
-  with pytest.raises(ValueError, match='does not exist'):
+  with pytest.raises(ValueError, match='folder .*absent'):
     tokenizing.load(tmp_path / 'absent')
-  with pytest.raises(ValueError, match='no tokenizer could be read'):
+  with pytest.raises(ValueError, match='no tokenizer'):
     tokenizing.load(tmp_path)
   (tmp_path / 'tokenizer.json').write_text('{"broken": ')
-  with pytest.raises(ValueError, match='no tokenizer could be read'):
+  with pytest.raises(ValueError, match='no tokenizer'):
     tokenizing.load(tmp_path)
   pointer = 'version https://git-lfs.github.com/spec/v1\noid sha256:0\n'
   for name in ('tokenizer.json', 'chat_template.jinja'):
     (tmp_path / name).write_text(pointer)
-    with pytest.raises(ValueError, match=f'{name}: a Git LFS pointer'):
+    with pytest.raises(ValueError, match=f'{name}: .*LFS'):
       tokenizing.load(tmp_path)
     (tmp_path / name).unlink()
 
@@ -186,7 +186,7 @@ def test_no_eos_is_refused(tmp_path):
   config = json.loads((tmp_path / 'tokenizer_config.json').read_text())
   del config['eos_token']
   (tmp_path / 'tokenizer_config.json').write_text(json.dumps(config))
-  with pytest.raises(ValueError, match='no eos_token'):
+  with pytest.raises(ValueError, match='eos_token'):
     tokenizing.load(tmp_path)
 
 
@@ -198,7 +198,7 @@ def test_train_bpe(tmp_path):
   text = 'the cat <search> x </search> 日本'
   assert tok.encode(text) == same.encode(text)
   assert tok.encode_template('<search>') == tok.encode('<search>')
-  with pytest.raises(ValueError, match='at least 258'):
+  with pytest.raises(ValueError, match='258'):
     tokenizing.train_bpe(scripted.TEXTS, 100, tmp_path / 'c')
 
 

@@ -344,18 +344,18 @@ def test_the_recipe_fits_its_bars():
   sets = load_sets(config.data.train, config.data)
   assert {q.source for q in sets['atlas']} == {*atlas.KINDS}
   assert config.sft.data.train == 80
-  with pytest.raises(ValueError, match="mix='x': one of skills"):
+  with pytest.raises(ValueError, match="mix='x'.*skills"):
     recipe.get_config('mix=x')
 
 
 @pytest.mark.parametrize(
   'fields, message',
   [
-    (dict(train=41), 'train=41 people: an even number from 40'),
-    (dict(heldout=10_000), 'heldout=10000 people: an even number'),
+    (dict(train=41), 'train=41 .*40'),
+    (dict(heldout=10_000), 'heldout=10000 '),
     (dict(known=99), 'known=99: 0 to 60'),
-    (dict(seed=-1), 'seed=-1 must not be negative'),
-    (dict(paths=0), 'paths=0 must lie'),
+    (dict(seed=-1), 'seed=-1'),
+    (dict(paths=0), 'paths=0'),
   ],
 )
 def test_a_world_that_cannot_be_names_the_field(fields, message):
@@ -367,11 +367,11 @@ def test_questions_that_are_not_there():
   ask = lambda **fields: atlas.load(
     world_seed=0, **{'split': 'train', **fields}
   )
-  with pytest.raises(DataError, match=r"kinds=\('5hop',\) must be chosen"):
+  with pytest.raises(DataError, match=r"kinds=\('5hop',\)"):
     ask(kinds=('5hop',))
-  with pytest.raises(DataError, match="split='test' must be one of"):
+  with pytest.raises(DataError, match="split='test'"):
     ask(split='test')
-  with pytest.raises(DataError, match='n=9999 of kinds .*world 0 has'):
+  with pytest.raises(DataError, match='n=9999 '):
     ask(n=9999)
   assert [q.source for q in ask(n=4, kinds=('3hop', 'known'))] == [
     '3hop', 'known', '3hop', 'known',
