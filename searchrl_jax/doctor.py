@@ -41,7 +41,7 @@ from searchrl_jax.engines.weights import sync
 from searchrl_jax.learn.learner import Learner
 from searchrl_jax.models import parameters
 from searchrl_jax.rewards import judge as judges
-from searchrl_jax.run import build, command
+from searchrl_jax.run import build, command, services
 from searchrl_jax.sources import none, simulated
 from searchrl_jax.sources.core import SourceError
 from searchrl_jax.store import progress, records
@@ -78,7 +78,7 @@ def versions(have) -> str:
 
 
 def devices(have) -> str:
-  have.mesh = build.mesh(have.config)
+  have.opener.mesh = have.mesh = build.mesh(have.config)
   first = have.mesh.devices.flat[0]
   return f'{have.mesh.size} x {first.device_kind}, mesh {dict(have.mesh.shape)}'
 
@@ -102,6 +102,7 @@ def questions(have) -> str:
 def tokenizer(have) -> str:
   have.tok = build.tokenizer(have.config, have.folder)
   have.cfg = parameters.model_config(have.config, have.tok.vocab_size)
+  have.opener.cfg = have.cfg
   return f'{have.tok.vocab_size:,} entries'
 
 
@@ -172,37 +173,30 @@ def checkpoint(have) -> str:
 def generation(have) -> str:
   """A few tokens by the engine, after its weights were verified."""
   begin = time.monotonic()
-  config, loop = have.config, have.loop
-  model = have.cfg, have.params, have.tok, have.mesh
-  have.engine = build.engine(config, *model, have.folder)
-  loop.at_exit(have.engine.shutdown)
   canary = sync.canary_ids(have.env, have.questions)
-  start = build.first_weights(
-    config, have.engine, have.cfg, have.params, have.mesh, canary
-  )
-  loop.run(start)
+  engine = have.opener.open_engine(have.tok, canary, have.params)
+  have.opener.engine = engine
   _, action = have.env.reset(have.questions[0])
-  handle = have.engine.open(action.prompt)
-  seed = Sampling(max_tokens=TOKENS, seed=config.seed)
-  done = loop.run(have.engine.generate(handle, seed))
+  handle = engine.open(action.prompt)
+  seed = Sampling(max_tokens=TOKENS, seed=have.config.seed)
+  done = have.opener.loop.run(engine.generate(handle, seed))
   text = have.tok.decode(done.ids)
   return f'{text!r} ({time.monotonic() - begin:.1f} s with the start)'
 
 
 def search(have) -> str:
   """One question as a query, as the first trajectory would send it."""
-  config, begin = have.config, time.monotonic()
+  config, opener, begin = have.config, have.opener, time.monotonic()
   if config.source.module == none.NONE:
     return 'the policy answers its own searches'
-  if config.source.module == simulated.SIMULATED and not have.engine:
+  if config.source.module == simulated.SIMULATED and not opener.engine:
     raise SourceError('the simulator needs the check `generation`')
-  url = have.stack.enter_context(build.retrieval(config, have.folder))
-  engine = lambda: have.engine
-  source = build.source(config, url, engine, have.tok, have.mesh, have.folder)
-  have.loop.open(source)
+  retrieval = services.retrieval(config, have.folder)
+  opener.url = have.stack.enter_context(retrieval)
+  source = opener.open_source(have.tok)
   question = have.questions[0]
   request = SearchRequest(question.text, config.source.k, question)
-  (result,) = have.loop.run(source.search([request]))
+  (result,) = opener.loop.run(source.search([request]))
   if isinstance(result, SearchError):
     raise SourceError(result.message)
   titles = [p.title for p in result.passages]
@@ -210,10 +204,8 @@ def search(have) -> str:
 
 
 def judge(have) -> str:
-  made = judges.make(have.config)
-  if made is None:
+  if have.opener.open(judges.make(have.config)) is None:
     return 'config.judge.url is not set'
-  have.loop.open(made)
   return f'{have.config.judge.url} answers'
 
 
@@ -247,9 +239,9 @@ def examine(config, workdir: str, out: console.Console) -> list[str]:
     folder = stack.enter_context(tempfile.TemporaryDirectory())
     loop = stack.enter_context(Loop())
     have = types.SimpleNamespace(
-      config=config, workdir=workdir, folder=folder, loop=loop, stack=stack
+      config=config, workdir=workdir, folder=folder, stack=stack
     )
-    have.engine = None
+    have.opener = services.Opener(config, folder, loop)
     for name, function, needs in CHECKS:
       if missing := [n for n in needs if n not in good]:
         show('skipped', 'yellow', name, f'it needs {", ".join(missing)}')
