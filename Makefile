@@ -39,7 +39,7 @@ help:
 	@echo 'make sidecar                vLLM in .venv-sidecar (3 GB), SIDECAR=cpu|gpu'
 	@echo 'make test-sidecar           installs vLLM, tests with a real server'
 	@echo 'make aot                    compilers for GPUs and TPUs in .venv-aot (6 GB):'
-	@echo '                            .venv-aot/bin/python -m searchrl_jax.aot --help'
+	@echo '                            .venv-aot/bin/python -m searchrl_jax.doctor --topology=...'
 	@echo 'make test-aot               compiles the 3B programs for two topologies'
 	@echo 'make docs                   the documentation as a site: site/index.html'
 	@echo 'make lint                   ruff (rules, format), mypy'

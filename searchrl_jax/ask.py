@@ -71,9 +71,9 @@ def main():
       os.makedirs(folder, exist_ok=True)
     else:
       folder = stack.enter_context(tempfile.TemporaryDirectory())
-    services = evaluate.loaded(config, workdir, folder, _CHECKPOINT.value)
-    have = stack.enter_context(services)
-    env = build.environment(config, have.tok)
+    model = evaluate.loaded(config, workdir, folder, _CHECKPOINT.value)
+    tok, opener, *_ = stack.enter_context(model)
+    env = build.environment(config, tok)
     given = _QUESTION.value
     if not given:
       out.print('One question per line; Ctrl-D ends.')
@@ -87,15 +87,15 @@ def main():
       result = rollout(
         [question],
         env=env,
-        engine=have.engine,
-        source=have.source,
+        engine=opener.engine,
+        source=opener.source,
         config=evaluation(config),
         seed=config.eval.seed,
         step=0,
-        on_event=printer(have.tok, out),
+        on_event=printer(tok, out),
       )
       try:
-        (group,), _ = have.run(result)
+        (group,), _ = opener.loop.run(result)
       except (ValueError, RolloutError) as e:
         if given:
           raise

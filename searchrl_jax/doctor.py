@@ -1,4 +1,4 @@
-"""Checks that a machine can run a config, before the run.
+"""Tells whether a config can run, on this machine or on other accelerators.
 
   python -m searchrl_jax.doctor --config=configs/quickstart.py
   python -m searchrl_jax.doctor --workdir=runs/x \\
@@ -6,9 +6,20 @@
 
 Loads what the run would load, searches once and samples a few tokens. Every
 check prints what it found, or the problem and its fix; a check that needs the
-result of a failed one is skipped. Nothing is written to --workdir (default: the
-current folder), whose disk is checked. The exit status is 2 if there is a
-problem.
+result of a failed one is skipped. What the run takes follows: memory by device
+and of the host, and the arithmetic of a step. Nothing is written to --workdir
+(default: the current folder), whose disk is checked. The exit status is 2 if
+there is a problem.
+
+  make aot
+  .venv-aot/bin/python -m searchrl_jax.doctor --topology=h200:1x8 \\
+      --config=configs/search_r1.py:model=qwen2.5-3b --config.mesh.fsdp=8
+
+With --topology it compiles every program of the run for those accelerators in
+place of the checks (`aot/gate.py`). The compilers are the real ones, so memory,
+collectives and kernels are those of a run; seconds are estimates from the
+chip's data sheet. Nothing is executed. The exit status is 2 if a device needs
+more than 90 % of its memory.
 """
 
 import contextlib
@@ -25,7 +36,7 @@ import time
 import tomllib
 import types
 
-from absl import logging
+from absl import flags, logging
 import jax
 from packaging import requirements
 import psutil
@@ -33,7 +44,7 @@ from rich import console
 from rich import text as rich_text
 
 from searchrl_jax import checks, lookup
-from searchrl_jax.aot import dryrun
+from searchrl_jax.aot import costs, gate
 from searchrl_jax.data import core as data
 from searchrl_jax.devices.signals import Loop
 from searchrl_jax.engines.core import Sampling
@@ -41,7 +52,7 @@ from searchrl_jax.engines.weights import sync
 from searchrl_jax.learn.learner import Learner
 from searchrl_jax.models import parameters
 from searchrl_jax.rewards import judge as judges
-from searchrl_jax.run import build, command
+from searchrl_jax.run import build, command, services
 from searchrl_jax.sources import none, simulated
 from searchrl_jax.sources.core import SourceError
 from searchrl_jax.store import progress, records
@@ -50,6 +61,10 @@ from searchrl_jax.types import SearchError, SearchRequest
 GIB = 2**30
 TOKENS = 16  # of the sampled text
 _PROJECT = pathlib.Path(__file__).parents[1] / 'pyproject.toml'
+
+
+class Skipped(Exception):
+  """A check that cannot be made; the message says why."""
 
 
 def fields(have) -> str:
@@ -78,7 +93,7 @@ def versions(have) -> str:
 
 
 def devices(have) -> str:
-  have.mesh = build.mesh(have.config)
+  have.opener.mesh = have.mesh = build.mesh(have.config)
   first = have.mesh.devices.flat[0]
   return f'{have.mesh.size} x {first.device_kind}, mesh {dict(have.mesh.shape)}'
 
@@ -100,9 +115,22 @@ def questions(have) -> str:
 
 
 def tokenizer(have) -> str:
+  model = have.config.model
+  if parameters.names_shape(have.config) and not model.tokenizer:
+    raise Skipped(f'config.model.path={model.path!r} is a shape without one')
   have.tok = build.tokenizer(have.config, have.folder)
-  have.cfg = parameters.model_config(have.config, have.tok.vocab_size)
   return f'{have.tok.vocab_size:,} entries'
+
+
+def model(have) -> str:
+  """The policy's shape; with a shape by name, the checks of memory go on."""
+  named = parameters.names_shape(have.config)
+  if not (named or have.tok):
+    raise Skipped('it needs tokenizer')
+  vocab_size = have.tok.vocab_size if have.tok else 1  # a shape has its own
+  have.cfg = parameters.model_config(have.config, vocab_size)
+  have.opener.cfg = have.cfg
+  return f'{have.cfg.n_params:,} parameters'
 
 
 def prompts(have) -> str:
@@ -113,8 +141,9 @@ def prompts(have) -> str:
 
 def memory(have) -> str:
   """Compiles the update to know its temporaries."""
-  costs = dryrun.costs(have.config, have.cfg, have.mesh)
-  device, host = costs.device['in all'], sum(costs.host.values())
+  needs = costs.of_run(have.config, have.cfg, have.mesh)
+  have.report = costs.render(have.config, have.cfg, have.mesh, needs)
+  device, host = needs.device['in all'], sum(needs.host.values())
   stats = have.mesh.devices.flat[0].memory_stats() or {}
   limit = stats.get('bytes_limit')
   if limit is None:  # a CPU, whose devices share the host's memory
@@ -127,8 +156,8 @@ def memory(have) -> str:
       need <= 0.9 * has,
       f'the {where} needs {need / GIB:.2f} of {has / GIB:.1f} GiB: lower '
       'config.batch.tokens, config.engine.slots or config.engine.max_len, set '
-      "config.model.remat='block', or raise config.mesh.fsdp; `train "
-      '--dry_run` lists what takes how much',
+      "config.model.remat='block', or raise config.mesh.fsdp; the list below "
+      'has what takes how much',
     )
   return ', '.join(
     f'{x} {n / GIB:.2f} of {h / GIB:.1f} GiB' for x, n, h in rows
@@ -172,37 +201,30 @@ def checkpoint(have) -> str:
 def generation(have) -> str:
   """A few tokens by the engine, after its weights were verified."""
   begin = time.monotonic()
-  config, loop = have.config, have.loop
-  model = have.cfg, have.params, have.tok, have.mesh
-  have.engine = build.engine(config, *model, have.folder)
-  loop.at_exit(have.engine.shutdown)
   canary = sync.canary_ids(have.env, have.questions)
-  start = build.first_weights(
-    config, have.engine, have.cfg, have.params, have.mesh, canary
-  )
-  loop.run(start)
+  engine = have.opener.open_engine(have.tok, canary, have.params)
+  have.opener.engine = engine
   _, action = have.env.reset(have.questions[0])
-  handle = have.engine.open(action.prompt)
-  seed = Sampling(max_tokens=TOKENS, seed=config.seed)
-  done = loop.run(have.engine.generate(handle, seed))
+  handle = engine.open(action.prompt)
+  seed = Sampling(max_tokens=TOKENS, seed=have.config.seed)
+  done = have.opener.loop.run(engine.generate(handle, seed))
   text = have.tok.decode(done.ids)
   return f'{text!r} ({time.monotonic() - begin:.1f} s with the start)'
 
 
 def search(have) -> str:
   """One question as a query, as the first trajectory would send it."""
-  config, begin = have.config, time.monotonic()
+  config, opener, begin = have.config, have.opener, time.monotonic()
   if config.source.module == none.NONE:
     return 'the policy answers its own searches'
-  if config.source.module == simulated.SIMULATED and not have.engine:
+  if config.source.module == simulated.SIMULATED and not opener.engine:
     raise SourceError('the simulator needs the check `generation`')
-  url = have.stack.enter_context(build.retrieval(config, have.folder))
-  engine = lambda: have.engine
-  source = build.source(config, url, engine, have.tok, have.mesh, have.folder)
-  have.loop.open(source)
+  retrieval = services.retrieval(config, have.folder)
+  opener.url = have.stack.enter_context(retrieval)
+  source = opener.open_source(have.tok)
   question = have.questions[0]
   request = SearchRequest(question.text, config.source.k, question)
-  (result,) = have.loop.run(source.search([request]))
+  (result,) = opener.loop.run(source.search([request]))
   if isinstance(result, SearchError):
     raise SourceError(result.message)
   titles = [p.title for p in result.passages]
@@ -210,10 +232,8 @@ def search(have) -> str:
 
 
 def judge(have) -> str:
-  made = judges.make(have.config)
-  if made is None:
+  if have.opener.open(judges.make(have.config)) is None:
     return 'config.judge.url is not set'
-  have.loop.open(made)
   return f'{have.config.judge.url} answers'
 
 
@@ -226,17 +246,25 @@ CHECKS = (
   ('questions', questions, ('config',)),
   ('tokenizer', tokenizer, ('config',)),
   ('prompts', prompts, ('questions', 'tokenizer')),
-  ('disk', disk, ('devices', 'tokenizer')),
-  ('memory', memory, ('devices', 'tokenizer')),
-  ('checkpoint', checkpoint, ('devices', 'tokenizer')),
+  ('model', model, ('config',)),
+  ('disk', disk, ('devices', 'model')),
+  ('memory', memory, ('devices', 'model')),
+  ('checkpoint', checkpoint, ('memory',)),  # without room nothing is loaded
   ('generation', generation, ('prompts', 'checkpoint')),
   ('search', search, ('questions', 'tokenizer', 'devices')),
   ('judge', judge, ('config',)),
 )
 
 
-def examine(config, workdir: str, out: console.Console) -> list[str]:
-  """Prints every check; returns the names of those that found a problem."""
+def examine(
+  config, workdir: str, out: console.Console
+) -> tuple[list[str], str]:
+  """Prints every check.
+
+  Returns:
+    The names of those that found a problem, and what the run takes, as a text
+    table; '' if that is not known.
+  """
   good, bad = set(), []
 
   def show(mark: str, style: str, name: str, text: str) -> None:
@@ -247,9 +275,10 @@ def examine(config, workdir: str, out: console.Console) -> list[str]:
     folder = stack.enter_context(tempfile.TemporaryDirectory())
     loop = stack.enter_context(Loop())
     have = types.SimpleNamespace(
-      config=config, workdir=workdir, folder=folder, loop=loop, stack=stack
+      config=config, workdir=workdir, folder=folder, stack=stack
     )
-    have.engine = None
+    have.opener = services.Opener(config, folder, loop)
+    have.tok, have.report = None, ''
     for name, function, needs in CHECKS:
       if missing := [n for n in needs if n not in good]:
         show('skipped', 'yellow', name, f'it needs {", ".join(missing)}')
@@ -257,6 +286,8 @@ def examine(config, workdir: str, out: console.Console) -> list[str]:
       try:
         with progress.phase(name, shown=True):
           text = function(have)
+      except Skipped as e:
+        show('skipped', 'yellow', name, str(e))
       except Exception as e:  # reported, and the next check follows
         logging.debug('traceback of the problem below', exc_info=True)
         kind = '' if command.is_user_error(e) else f'{type(e).__name__}: '
@@ -269,13 +300,25 @@ def examine(config, workdir: str, out: console.Console) -> list[str]:
       else:
         show('ok', 'green', name, text)
         good.add(name)
-  return bad
+  return bad, have.report
+
+
+def vocabulary(config) -> int:
+  """Entries of the tokenizer; 1 if the model has a vocabulary of its own."""
+  if config.model.path or 'vocab_size' in config.model.arch:
+    return 1
+  with tempfile.TemporaryDirectory() as folder:
+    return build.tokenizer(config, folder).vocab_size
 
 
 def main():
   out = console.Console(soft_wrap=True)
   config = _CONFIG.value.copy_and_resolve_references()
-  bad = examine(config, _WORKDIR.value or '.', out)
+  if _TOPOLOGY.value:
+    sys.exit(gate.show(config, _TOPOLOGY.value, vocabulary(config)))
+  bad, report = examine(config, _WORKDIR.value or '.', out)
+  if report:
+    print(f'\n{report}')
   if bad:
     out.print(f'\n{len(bad)} of {len(CHECKS)} checks found a problem.')
     sys.exit(2)
@@ -284,4 +327,10 @@ def main():
 if __name__ == '__main__':
   _CONFIG = command.define_config()
   _WORKDIR = command.define_workdir(required=False)
+  _TOPOLOGY = flags.DEFINE_string(
+    'topology',
+    None,
+    'Accelerators to compile for, without having them: CHIP:SIZES, such as '
+    'h200:1x8, h100:4x8 (nodes x GPUs), v5e:8x8 or v5p:2x2x4.',
+  )
   command.run(main)

@@ -27,14 +27,13 @@ from retrieval import files
 from searchrl_jax import checks, lookup, types
 from searchrl_jax.data import core as data
 from searchrl_jax.devices import cluster
-from searchrl_jax.devices.signals import Loop
 from searchrl_jax.engines.core import Completion
 from searchrl_jax.evaluate import grading
 from searchrl_jax.learn import batching, optim
 from searchrl_jax.learn.learner import Learner, own_optim
 from searchrl_jax.models import parameters
 from searchrl_jax.rewards import scores as metrics
-from searchrl_jax.run import build, command
+from searchrl_jax.run import build, command, services
 from searchrl_jax.run.session import Session
 from searchrl_jax.sources import simulated
 from searchrl_jax.sources.core import SourceError
@@ -278,11 +277,8 @@ def _sft(config, workdir: str) -> dict[str, float]:
   env = build.environment(taught, tok)
   with contextlib.ExitStack() as stack:
     with progress.phase('retrieval server', config.log.progress):
-      url = stack.enter_context(build.retrieval(config, workdir))
-    loop = stack.enter_context(Loop())
-    source = build.source(config, url)
-    served = loop.open(source).get('identity') or {}
-    search = searcher(source, loop.run)
+      have = stack.enter_context(services.opened(config, workdir))
+    search = searcher(have.open_source(), have.loop.run)
     make = functools.partial(examples, config, env, search)
     trajectories = cluster.agree('traces', make)
   if config.log.progress and cluster.main():
@@ -305,7 +301,7 @@ def _sft(config, workdir: str) -> dict[str, float]:
     limits=(c.steps, c.seconds, c.save_every),
     contents=build.contents(config, {}) | {_TRACES: traces},
   ) as run:
-    run.searched(served)
+    run.searched(have.identity)
     run.begin()
     while not run.done:
       begin = time.monotonic()

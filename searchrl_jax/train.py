@@ -11,13 +11,10 @@ The same command again continues where the run stopped. Another scheme
 from collections.abc import Callable
 import functools
 import itertools
-import sys
 
-from absl import flags
 import numpy as np
 
 from searchrl_jax import checks
-from searchrl_jax.aot import dryrun, gate
 from searchrl_jax.data import core as data
 from searchrl_jax.devices import cluster
 from searchrl_jax.engines.weights import sync
@@ -32,7 +29,7 @@ from searchrl_jax.rollout.chains import greedy, refill_config, rollout
 from searchrl_jax.rollout.core import RolloutStats
 from searchrl_jax.run import build, command
 from searchrl_jax.run.session import Session
-from searchrl_jax.store import folders, progress
+from searchrl_jax.store import folders
 
 
 def train(config, workdir: str) -> dict[str, float]:
@@ -225,28 +222,11 @@ def greedy_returns(run, config, groups, play: Callable, rewarded: Callable):
 
 
 def main():
-  config, workdir = _CONFIG.value, _WORKDIR.value
-  if _DRY_RUN.value:
-    checks.check(config)
-    checks.check_data(config, ())
-    vocab_size = 1  # a shape by name has its own
-    if config.model.tokenizer or not parameters.names_shape(config):
-      vocab_size = build.tokenizer(config, workdir).vocab_size
-    if _TOPOLOGY.value:
-      sys.exit(gate.show(config, _TOPOLOGY.value, vocab_size))
-    with progress.phase('compile', config.log.progress):
-      report = dryrun.report(config, vocab_size)
-    print(report)
-    return
-  train(config, workdir)
+  train(_CONFIG.value, _WORKDIR.value)
 
 
 if __name__ == '__main__':
   _CONFIG = command.define_config()
   _WORKDIR = command.define_workdir(opens={'writes': True})
   command.define_cluster()
-  _DRY_RUN = flags.DEFINE_bool(
-    'dry_run', False, 'Print memory and how prompts become updates; stop.'
-  )
-  _TOPOLOGY = command.define_topology()
   command.run(main)

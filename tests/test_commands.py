@@ -1,6 +1,5 @@
 """The commands as a user runs them: what they print, write and refuse."""
 
-import functools
 import importlib
 import importlib.util
 import json
@@ -19,7 +18,7 @@ from safetensors.numpy import load_file
 from configs import algorithms
 from experiments.quickstart import run as quickstart
 from searchrl_jax import ask, checks, export, schema, sft, train
-from searchrl_jax.aot import dryrun
+from searchrl_jax.aot import costs
 from searchrl_jax.data import core as data
 from searchrl_jax.devices import sharding
 from searchrl_jax.engines.jax import device
@@ -173,12 +172,13 @@ def test_export_loads_back(run, tmp_path):
 def test_help_helps():
   # absl exits with 1 after --help.
   out, _ = command('train', '--help', status=1)
-  assert '--workdir' in out and '--config' in out and '--[no]dry_run' in out
+  assert '--workdir' in out and '--config' in out
   for name in (
     'searchrl_jax.train',
     'searchrl_jax.sft',
     'searchrl_jax.evaluate',
     'searchrl_jax.ask',
+    'searchrl_jax.doctor',
     'searchrl_jax.export',
     'searchrl_jax.view',
     'experiments.quickstart.run',
@@ -212,9 +212,11 @@ def test_help_helps():
     (['--config.engine.module=jax_sampller'], "did you mean 'jax_sampler'"),
     (['--config=configs/quickstar.py'], "'configs/quickstart.py'"),
     (['--config=configs/quickstart.py:sed=1'], "'seed'"),
-    (['--dry_run', '--config.reward.em.fn=answer.emm'], "'em'"),
-    (['--dry_run', '--config.reward.more.fn=answer.emm'], "'em'"),
-    (['--dry_run', '--config.reward.em.wieght=2'], 'wieght'),
+    (['--config.reward.em.fn=answer.emm'], "'em'"),
+    (['--config.reward.more.fn=answer.emm'], "'em'"),
+    (['--config.reward.em.wieght=2'], 'wieght'),
+    (['--dry_run'], 'searchrl_jax.doctor'),
+    (['--topology=h200:1x8'], 'searchrl_jax.doctor'),
     (['--workdr=x'], 'workdir'),
     (['--workdir=s3://bucket/run'], 'gs://BUCKET/FOLDER'),
     (['--workdir='], 'name a folder'),
@@ -231,43 +233,26 @@ def test_errors_are_one_line_that_names_the_fix(tmp_path, args, message):
 
 
 def test_a_stopped_run_exits_as_a_signal_does(tmp_path):
-  with mock.patch(
-    'searchrl_jax.aot.dryrun.report', side_effect=commands.Stopped('saved')
+  with mock.patch.object(
+    checks, 'check', side_effect=commands.Stopped('saved')
   ):
     _, err = command(
       'train',
       '--config=configs/quickstart.py',
       f'--workdir={tmp_path}',
-      '--dry_run',
       status=143,
     )
   assert err == 'saved\n'
 
 
-def test_a_shape_by_name_is_reported_on_and_not_trained(tmp_path):
-  with mock.patch(
-    'searchrl_jax.aot.dryrun.report', side_effect='{} {}'.format
-  ) as report:
-    command(
-      'train',
-      '--config=configs/search_r1.py:model=qwen2.5-3b',
-      f'--workdir={tmp_path}',
-      '--dry_run',
-    )
-  assert report.call_args.args[1] == 1  # the vocabulary is the shape's own
-  with pytest.raises(checks.ConfigError, match='qwen2.5-3b'):
-    parameters.local('qwen2.5-3b')
-
-
 def test_the_notes_of_an_error_are_printed(tmp_path):
   error = records.RunError('the first error')
   error.add_note('what closing raised')
-  with mock.patch('searchrl_jax.aot.dryrun.report', side_effect=error):
+  with mock.patch.object(checks, 'check', side_effect=error):
     _, err = command(
       'train',
       '--config=configs/quickstart.py',
       f'--workdir={tmp_path}',
-      '--dry_run',
       status=2,
     )
   assert err == 'error: the first error\nwhat closing raised\n'
@@ -352,10 +337,10 @@ def test_every_config_passes_its_checks(name):
 
 
 def report(config) -> dict[str, str]:
-  """A dry run's names and values; but for the update, which is not compiled."""
-  uncompiled = functools.partial(dryrun.costs, working=0)
-  with mock.patch.object(dryrun, 'costs', uncompiled):
-    lines = map(str.split, dryrun.report(config, 700).splitlines())
+  """Names and values of a run's costs, without those of compiled programs."""
+  cfg, mesh = parameters.model_config(config, 700), build.mesh(config)
+  needs = costs.of_run(config, cfg, mesh, working=0)
+  lines = map(str.split, costs.render(config, cfg, mesh, needs).splitlines())
   return {' '.join(words[:-1]): words[-1] for words in lines if words}
 
 
@@ -370,7 +355,7 @@ def test_more_tokens_than_a_model_was_trained_on_are_warned_of(caplog):
   assert 'max_position_embeddings=95' in warned
 
 
-def test_dry_run_counts_a_critic():
+def test_costs_count_a_critic():
   """Parameters, gradients and two moments, as the policy has them."""
   config = tiny.config('http://127.0.0.1:9')
   without = report(config)
@@ -385,7 +370,7 @@ def test_dry_run_counts_a_critic():
   assert not any('critic' in name for name in without)
 
 
-def test_dry_run_counts_the_engine_as_it_lies_on_the_mesh():
+def test_costs_count_the_engine_as_it_lies_on_the_mesh():
   if jax.device_count() < 8:
     pytest.skip('needs eight devices')
   config = tiny.config('http://127.0.0.1:9')
@@ -406,7 +391,7 @@ def test_dry_run_counts_the_engine_as_it_lies_on_the_mesh():
   )
 
 
-def test_dry_run_counts_the_engine_of_one_of_several_processes():
+def test_costs_count_the_engine_of_one_of_several_processes():
   if jax.device_count() < 8:
     pytest.skip('needs eight devices')
   config = tiny.config('http://127.0.0.1:9')
@@ -426,7 +411,7 @@ def test_dry_run_counts_the_engine_of_one_of_several_processes():
   assert (one[name], many[name]) == ('8', '2')  # of one question
 
 
-def test_dry_run_counts_host_memory_and_what_is_in_flight():
+def test_costs_count_host_memory_and_what_is_in_flight():
   config = tiny.config('http://127.0.0.1:9')
   config.engine.slots = 2
   size = 96 * device.bytes_per_token(parameters.model_config(config, 700))
@@ -447,10 +432,11 @@ def test_dry_run_counts_host_memory_and_what_is_in_flight():
   assert not any('paused' in name for name in lines)
 
 
-def test_dry_run_counts(tmp_path):
+def test_costs_count_a_step():
   config = tiny.config('http://127.0.0.1:9')
-  text = dryrun.report(config, 700)
-  cfg = parameters.model_config(config, 700)
+  cfg, mesh = parameters.model_config(config, 700), build.mesh(config)
+  needs = costs.of_run(config, cfg, mesh)
+  text = costs.render(config, cfg, mesh, needs)
   assert f'{cfg.n_params:,} parameters' in text
   # 4 questions x 2 trajectories in microbatches of 384 / 96 = 4 rows.
   lines = {

@@ -2,10 +2,12 @@
 
 import fnmatch
 import re
+import types
 
 import pytest
 import yaml
 
+from searchrl_jax.data import core as data
 from searchrl_jax.engines.vllm import launcher
 from tests import here
 from tests.conftest import ROOT
@@ -65,11 +67,17 @@ def test_what_compose_builds_has_its_arguments(name):
   'name, further, missing',
   [
     ('retrieval', ['--port=0'], '/data/corpus.jsonl.gz'),
-    ('trainer', ['--dry_run'], '/data/model'),
+    ('trainer', [], '/data/model'),
   ],
 )
-def test_commands_of_compose_are_accepted(name, further, missing, tmp_path):
-  """They fail at the first file of /data: flags and fields were read."""
+def test_commands_of_compose_are_accepted(
+  name, further, missing, tmp_path, monkeypatch
+):
+  """They fail at a file of /data: flags and fields were read."""
+  # No questions, which come before the model.
+  stream = types.SimpleNamespace(questions=[])
+  monkeypatch.setattr(data, 'open_stream', lambda *_: stream)
+  monkeypatch.setattr(data, 'load_sets', lambda *_: {})
   python, dash_m, module, *command = SERVICES[name]['command']
   assert (python, dash_m) == ('python', '-m')
   if name == 'trainer':

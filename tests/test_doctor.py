@@ -1,5 +1,6 @@
 """`python -m searchrl_jax.doctor`: what it checks, and what it says."""
 
+import functools
 from importlib import metadata
 import io
 
@@ -7,26 +8,30 @@ import psutil
 import pytest
 from rich import console
 
+from configs import search_r1
 from searchrl_jax import doctor
+from searchrl_jax.aot import costs
 from tests import scripted, tiny
 
 pytestmark = pytest.mark.slow
 
 
 def examined(config, workdir):
-  """{name: (mark, text)} of the printed lines, and the problems."""
+  """{name: (mark, text)} of the printed lines, the problems, the report."""
   out = console.Console(file=io.StringIO(), soft_wrap=True)
-  bad = doctor.examine(config, str(workdir), out)
+  bad, report = doctor.examine(config, str(workdir), out)
   lines = [line.split(maxsplit=2) for line in out.file.getvalue().splitlines()]
-  return {name: (mark, text) for mark, name, text in lines}, bad
+  return {name: (mark, text) for mark, name, text in lines}, bad, report
 
 
 def test_a_config_that_works(tmp_path):
-  found, bad = examined(tiny.config(), tmp_path / 'run')
+  found, bad, report = examined(tiny.config(), tmp_path / 'run')
   assert bad == [] and list(found) == [name for name, *_ in doctor.CHECKS]
   assert {mark for mark, _ in found.values()} == {'ok'}
   assert found['questions'][1].startswith('train 240, micro 4')
   assert "-> ['" in found['search'][1]  # the titles of real passages
+  for part in ('Memory of one device', 'Memory of the host', 'One step'):
+    assert part in report
   assert list(tmp_path.iterdir()) == []
 
 
@@ -41,12 +46,13 @@ def test_every_problem_is_named_and_what_depends_on_it_is_skipped(
   monkeypatch.setattr(
     metadata, 'version', lambda n: '0.1' if n == 'optax' else version(n)
   )
-  found, bad = examined(config, tmp_path)
-  assert bad == ['versions', 'questions', 'tokenizer']
+  found, bad, report = examined(config, tmp_path)
+  assert bad == ['versions', 'questions', 'tokenizer'] and report == ''
   assert 'optax>=0.2.8 (here: 0.1): `pip install -U`' in found['versions'][1]
   assert "split='bogus' must be one of" in found['questions'][1]
   assert "config.model.tokenizer='/nowhere': no such" in found['tokenizer'][1]
   assert found['search'] == ('skipped', 'it needs questions, tokenizer')
+  assert found['model'] == ('skipped', 'it needs tokenizer')
 
 
 def test_services_and_room(tmp_path, monkeypatch):
@@ -58,15 +64,17 @@ def test_services_and_room(tmp_path, monkeypatch):
   monkeypatch.setattr(
     psutil, 'virtual_memory', lambda: memory._replace(available=2**20)
   )
-  found, bad = examined(config, tmp_path / 'run' / 'deeper')
+  found, bad, report = examined(config, tmp_path / 'run' / 'deeper')
   assert bad == ['disk', 'memory', 'search', 'judge']
+  assert 'Memory of one device' in report  # what takes how much
   assert (
     'choose another --workdir, or lower config.checkpoint.keep'
     in (found['disk'][1])
   )
   assert 'lower config.batch.tokens' in found['memory'][1]
   assert 'http://127.0.0.1:9' in found['search'][1]
-  assert found['generation'][0] == 'ok'
+  # What has no room is not loaded.
+  assert found['checkpoint'] == ('skipped', 'it needs memory')
 
 
 def test_tags_that_the_tokenizer_hides_are_a_problem(tmp_path, monkeypatch):
@@ -76,7 +84,7 @@ def test_tags_that_the_tokenizer_hides_are_a_problem(tmp_path, monkeypatch):
   names = ('config', 'questions', 'tokenizer', 'prompts')
   some = [check for check in doctor.CHECKS if check[0] in names]
   monkeypatch.setattr(doctor, 'CHECKS', some)
-  found, bad = examined(config, tmp_path / 'run')
+  found, bad, _ = examined(config, tmp_path / 'run')
   assert bad == ['prompts']
   # The user's folder is named, not the copy that the check made.
   assert f'tokenizer {tok.path}: ' in found['prompts'][1]
@@ -87,6 +95,29 @@ def test_a_policy_that_answers_its_own_searches_needs_no_service(tmp_path):
   config = tiny.config()
   config.source.module = 'none'
   config.env.information = 'policy'
-  found, bad = examined(config, tmp_path)
+  found, bad, _ = examined(config, tmp_path)
   assert bad == []
   assert found['search'] == ('ok', 'the policy answers its own searches')
+
+
+def test_a_shape_by_name_is_reported_on_and_not_loaded(tmp_path, monkeypatch):
+  config = search_r1.get_config('model=qwen2.5-3b')
+  config.mesh.data = config.mesh.fsdp = 1
+  names = 'config', 'devices', 'tokenizer', 'model', 'memory', 'checkpoint'
+  some = [check for check in doctor.CHECKS if check[0] in names]
+  monkeypatch.setattr(doctor, 'CHECKS', some)
+  # Its update is not compiled here, and the memory may be what it needs.
+  uncompiled = functools.partial(costs.of_run, working=0)
+  monkeypatch.setattr(costs, 'of_run', uncompiled)
+  room = psutil.virtual_memory()._replace(available=2**50)
+  monkeypatch.setattr(psutil, 'virtual_memory', lambda: room)
+  found, bad, report = examined(config, tmp_path)
+  assert found['tokenizer'][0] == 'skipped' and 'ok' == found['model'][0]
+  assert bad == ['checkpoint']
+  assert 'is a shape for reports' in found['checkpoint'][1]
+  assert 'vocabulary 151,936' in report  # the shape's own
+
+
+def test_a_topology_asks_for_a_tokenizer_where_it_sets_the_vocabulary():
+  assert doctor.vocabulary(search_r1.get_config('model=qwen2.5-3b')) == 1
+  assert doctor.vocabulary(tiny.config()) > 1  # the words of the world

@@ -15,11 +15,13 @@ from tests.conftest import ROOT
 
 # Modules and folders in the order of their imports: each imports only what
 # stands before it, and within a folder no file imports in a circle (design 3).
+# Nothing before the wings imports one.
+WINGS = ('aot', 'doctor', 'read', 'view', 'sweep')
 ORDER = """
   types lookup devices schema store models engines text data sources rewards
-  worlds rollout run learn checks aot evaluate export fetch prune sft ask train
-  doctor read view sweep
+  worlds rollout run learn checks evaluate export fetch prune sft ask train
 """.split()
+ORDER += WINGS
 RETRIEVAL_ORDER = """
   files metrics process proxies retry corpus devices core index download
   replicas client web serve build_index server search
@@ -97,6 +99,18 @@ def test_imports_point_up(package, order):
         down.append(f'{path.relative_to(ROOT)}:{line} imports {target}')
   assert down == []
   graphlib.TopologicalSorter(graph).prepare()  # raises CycleError
+
+
+def test_nothing_before_the_wings_imports_one():
+  wings = tuple(f'searchrl_jax.{name}' for name in WINGS)
+  bad = [
+    f'{path.relative_to(ROOT)}:{line} imports {target}'
+    for name, path in modules()
+    if name.partition('.')[0] not in WINGS
+    for target, line in imported(path)
+    if target.startswith(wings)
+  ]
+  assert bad == []
 
 
 def test_retrieval_stands_alone():

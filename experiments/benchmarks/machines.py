@@ -48,7 +48,7 @@ def path(key: tuple) -> pathlib.Path:
 
 
 def arguments(key: tuple) -> list[str]:
-  """Of `python -m searchrl_jax.aot`."""
+  """Of `python -m searchrl_jax.doctor`."""
   machine, size, tokens = key
   return [
     f'--topology={machines.TOPOLOGIES[machine]}',
@@ -61,7 +61,7 @@ def arguments(key: tuple) -> list[str]:
 
 def run(key: tuple, remat: str, seconds: int) -> bool:
   """Writes the report of a preset; returns whether it fits."""
-  command = ['-m', 'searchrl_jax.aot', *arguments(key)]
+  command = ['-m', 'searchrl_jax.doctor', *arguments(key)]
   command.append(f'--config.model.remat={remat}')
   shown = shlex.join(['.venv-aot/bin/python', *command])
   begun, partial = time.monotonic(), path(key).with_suffix('.partial')

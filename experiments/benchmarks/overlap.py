@@ -43,7 +43,7 @@ from searchrl_jax.devices.signals import Signals
 from searchrl_jax.engines.core import WeightsUpdate
 from searchrl_jax.rollout import collector
 from searchrl_jax.rollout.chains import rollout
-from searchrl_jax.run import build
+from searchrl_jax.run import services
 
 STEPS, WARM = 8, 2  # of one run; those not counted
 SLOTS, TRAJECTORIES = 48, 192  # four for each slot
@@ -167,7 +167,7 @@ def curves(folder: pathlib.Path, seeds: int, length: int) -> list[dict]:
     base.data.world_seed = seed
     home = folder / f'seed{seed}'
     home.mkdir(parents=True, exist_ok=True)
-    with build.retrieval(base, str(home)) as url:
+    with services.retrieval(base, str(home)) as url:
       base.source.url = url
       sft.sft(base, str(home / 'warm'))
       for staleness, tis in ARMS:

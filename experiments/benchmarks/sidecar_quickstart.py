@@ -20,7 +20,7 @@ from absl import app, flags
 from configs import quickstart
 from experiments import common
 from searchrl_jax import sft, train
-from searchrl_jax.run import build
+from searchrl_jax.run import services
 
 ENGINES = ('jax_sampler', 'vllm')
 
@@ -37,7 +37,7 @@ def get_config(steps: int):
 def measure(folder: pathlib.Path, steps: int) -> list[dict]:
   config, rows = get_config(steps), []
   folder.mkdir(parents=True, exist_ok=True)
-  with build.retrieval(config, str(folder)) as url:
+  with services.retrieval(config, str(folder)) as url:
     config.source.url = url
     sft.sft(config, str(folder / 'warm'))
     for module in ENGINES:

@@ -32,7 +32,7 @@ from experiments.benchmarks import retrieval_gpu
 from experiments.benchmarks.sampler import Ids
 from experiments.gpu import recipe
 from searchrl_jax import train
-from searchrl_jax.aot import dryrun, gate
+from searchrl_jax.aot import costs, gate
 from searchrl_jax.engines.core import Sampling
 from searchrl_jax.engines.jax import caches as kv
 from searchrl_jax.engines.jax import decode, device
@@ -45,7 +45,7 @@ from searchrl_jax.run import session as sessions
 from searchrl_jax.store import records
 from searchrl_jax.types import Prompt, Question, Rewards, Segment, Trajectory
 
-# Of searchrl_jax.aot, by model.
+# Of `doctor --topology`, by model.
 GATES = {'qwen2.5-3b': 'gate.txt', 'qwen2.5-1.5b': 'gate_h100.txt'}
 NEW = 64  # tokens decoded while the sampler is timed
 
@@ -349,11 +349,11 @@ def memory(config, out, small) -> dict:
   ]
   print(common.table(programs), flush=True)
   working = max(p['temporary'] for p in programs)
-  costs = dryrun.costs(config, cfg, mesh, working=working)
+  needs = costs.of_run(config, cfg, mesh, working=working)
   # float16 vectors of the search on this device, which a run's own plan lacks.
   index = 2 * config.source.vectors * config.source.dim
   peak, rows = record['peak_bytes'], []
-  predicted = {'device': costs.device['in all']}
+  predicted = {'device': needs.device['in all']}
   if not small:
     file = pathlib.Path(__file__).with_name(GATES[_MODEL.value])
     said = re.search(r'in all +([\d,.]+)', file.read_text())

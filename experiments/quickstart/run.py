@@ -21,7 +21,7 @@ from searchrl_jax import sft, train, view
 from searchrl_jax.ask import OTHER, STYLES, printable
 from searchrl_jax.data import core as data
 from searchrl_jax.evaluate import policy as evaluate
-from searchrl_jax.run import build, command
+from searchrl_jax.run import build, command, services
 from searchrl_jax.store import checkpoint, folders, records
 from searchrl_jax.sweep.stages import Clock
 
@@ -51,7 +51,7 @@ def quickstart(config, workdir: str, *, controls: bool = False) -> dict:
     stack.enter_context(folders.locked_once(workdir))
     out.rule('1. a world and its retrieval server')
     with clock('world'):
-      url = stack.enter_context(build.retrieval(config, workdir))
+      url = stack.enter_context(services.retrieval(config, workdir))
       config.source.url = url
       sets = data.load_sets(config.data.eval, config.data)
     questions = [q for qs in sets.values() for q in qs]

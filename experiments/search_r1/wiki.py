@@ -29,7 +29,7 @@ from searchrl_jax.data import core as data
 from searchrl_jax.evaluate import grading
 from searchrl_jax.evaluate import policy as evaluate
 from searchrl_jax.rewards import scores
-from searchrl_jax.run import build, command
+from searchrl_jax.run import build, command, services
 from searchrl_jax.store import records
 from searchrl_jax.types import SearchRequest, SearchResult
 
@@ -79,7 +79,7 @@ def run(workdir: str, minutes: float) -> dict:
     yield
     seconds[name] = time.monotonic() - begin
 
-  with build.retrieval(config, workdir) as url:
+  with services.retrieval(config, workdir) as url:
     config.source.url = url
     warm = config.copy_and_resolve_references()
     warm.sft.seconds = minutes * 60 * 0.7
@@ -100,7 +100,7 @@ def run(workdir: str, minutes: float) -> dict:
         asked = evaluate.asked(config, own)
         evaluations[name] = evaluate.default_out(config, own, asked)
         evaluate.answer(config, own, evaluations[name], asked)
-    source = build.source(config, url)
+    source = services.source(config, url)
     questions = [
       q
       for qs in data.load_sets(config.data.eval, config.data).values()

@@ -1,4 +1,4 @@
-"""Checks the config of self-play, and reports its costs."""
+"""Checks the config of self-play, and what a run of it resumes."""
 
 import dataclasses
 import hashlib
@@ -9,7 +9,6 @@ from ml_collections import ConfigDict
 
 from experiments.ssp.game import PROPOSER, SOLVER, role_config
 from searchrl_jax import checks, lookup
-from searchrl_jax.aot import dryrun
 from searchrl_jax.checks import ConfigError
 from searchrl_jax.learn import credit
 from searchrl_jax.run import build
@@ -180,22 +179,6 @@ def check(config: ConfigDict) -> None:
       f'config.critic.lr={config.critic.lr}: neither role has a use for a '
       "critic; set it to 0, or use advantage='gae'"
     )
-
-
-def report(config, vocab_size: int) -> str:
-  """What the roles that learn cost, one after the other: see `dryrun`.
-
-  A frozen proposer's engine comes on top.
-  """
-  check(config)
-  solver = role_config(config, SOLVER)
-  solver.rollout.questions *= config.selfplay.n
-  roles = [(SOLVER, solver)]
-  if not config.selfplay.frozen:
-    roles.insert(0, (PROPOSER, role_config(config, PROPOSER)))
-  return '\n\n'.join(
-    f'As the {role}\n{dryrun.report(own, vocab_size)}' for role, own in roles
-  )
 
 
 def fingerprint(config: ConfigDict, stream, envs) -> str:

@@ -18,7 +18,6 @@ import itertools
 import pathlib
 from typing import NamedTuple
 
-from absl import flags
 from ml_collections import ConfigDict
 import numpy as np
 
@@ -341,18 +340,10 @@ def _train(config, workdir: str) -> dict[str, float]:
 
 
 def main():
-  config = _CONFIG.value
-  if _DRY_RUN.value:
-    tok = build.tokenizer(config, _WORKDIR.value)
-    print(start.report(config, tok.vocab_size))
-  else:
-    train(config, _WORKDIR.value)
+  train(_CONFIG.value, _WORKDIR.value)
 
 
 if __name__ == '__main__':
   _CONFIG = command.define_config()
   _WORKDIR = command.define_workdir(opens={'writes': True})
-  _DRY_RUN = flags.DEFINE_bool(
-    'dry_run', False, 'Print memory and the arithmetic of a step, then stop.'
-  )
   command.run(main)

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from searchrl_jax import checks
-from searchrl_jax.aot import dryrun, hlo
+from searchrl_jax.aot import costs, hlo
 from searchrl_jax.aot.topology import GIB, Topology, parse, prepare
 from searchrl_jax.devices import sharding
 from searchrl_jax.engines.jax import caches, decode
@@ -297,12 +297,12 @@ def show(config, name: str, vocab_size: int) -> int:
     for program in programs(config, cfg, mesh):
       print('\n'.join(describe(program, topology)), flush=True)
       found += verify(program, cfg, topology)
-      # The result of `zeros` is the accumulator, which `costs` counts.
+      # The result of `zeros` is the accumulator, which `of_run` counts.
       if not program.name.endswith('zeros'):
         most = max(most, program.temporary)
-    costs = dryrun.costs(config, cfg, mesh, working=most)
-    print(f'\n{dryrun.render(config, cfg, mesh, costs)}\n\nChecks')
-  total, memory = costs.device['in all'], topology.chip.memory
+    needs = costs.of_run(config, cfg, mesh, working=most)
+    print(f'\n{costs.render(config, cfg, mesh, needs)}\n\nChecks')
+  total, memory = needs.device['in all'], topology.chip.memory
   over = total > BUDGET * memory
   said = f'{total / GIB:.1f} of {memory / GIB:.0f} GiB' + (_FIX if over else '')
   what = f'at most {BUDGET:.0%} of the memory is used'

@@ -13,15 +13,14 @@ from rich import console, table
 
 from searchrl_jax import checks, lookup
 from searchrl_jax.data import core as data
-from searchrl_jax.devices import cluster, sharding
-from searchrl_jax.devices.signals import Loop
+from searchrl_jax.devices import cluster
 from searchrl_jax.engines.weights import sync
 from searchrl_jax.evaluate import controls, grading, ledger
 from searchrl_jax.learn import scoring
-from searchrl_jax.models import decoder, parameters
+from searchrl_jax.models import parameters
 from searchrl_jax.rewards import judge as judges
 from searchrl_jax.rewards import scores as metrics
-from searchrl_jax.run import build, command
+from searchrl_jax.run import build, command, services
 from searchrl_jax.sources.none import NoSource
 from searchrl_jax.store import checkpoint, folders, progress, records, remote
 from searchrl_jax.store.writer import Writer, environment
@@ -34,10 +33,7 @@ class Loaded(NamedTuple):
   """The objects of an evaluation."""
 
   tok: Any
-  engine: Any
-  source: Any
-  run: Any  # runs a coroutine that uses them
-  identity: dict  # of the retrieval server; {} = unknown
+  opener: services.Opener  # of engine and source
   scorer: scoring.Scorer | None  # if config.env.search_when needs it
   judge: Any  # rewards.judge.Judge, if config.judge.url is set
 
@@ -47,17 +43,18 @@ def evaluators(config, sets, have: Loaded, writer, with_controls: bool):
 
   The controls: passages of another question, random ones, none, and no search.
   """
-  variants = {'eval': (config, have.source)}
+  source = have.opener.source
+  variants = {'eval': (config, source)}
   if with_controls:
     off = config.copy_and_resolve_references()
     off.env.update(max_turns=0, real_searches=0, search_when='always')
     questions = [q for qs in sets.values() for q in qs]
-    variants['shuffled'] = config, controls.shuffled(have.source, questions)
-    variants['random'] = config, controls.Random(have.source, questions)
-    variants['empty'] = config, controls.empty(have.source)
-    variants['no_search'] = off, have.source
-  shared = {'engine': have.engine, 'runner': have.run, 'judge': have.judge}
-  shared['writer'] = writer
+    variants['shuffled'] = config, controls.shuffled(source, questions)
+    variants['random'] = config, controls.Random(source, questions)
+    variants['empty'] = config, controls.empty(source)
+    variants['no_search'] = off, source
+  shared = {'engine': have.opener.engine, 'runner': have.opener.loop.run}
+  shared |= {'judge': have.judge, 'writer': writer}
   out = {}
   for name, (varied, source) in variants.items():
     env = build.environment(varied, have.tok)
@@ -95,28 +92,18 @@ def loaded(config, workdir: str, out: str, which: str = 'latest'):
   cfg = parameters.model_config(config, tok.vocab_size)
   mesh = build.mesh(config)
   if config.env.search_when == 'entropy':  # beside the decoder, the scorer
-    build.require_alone(config, mesh, "config.env.search_when='entropy'")
+    services.require_alone(config, mesh, "config.env.search_when='entropy'")
   if workdir:
     params = parameters.restore(config, workdir, cfg, mesh, which)
   else:
     params = parameters.initial(config, cfg, mesh)
-  own = sharding.own_mesh(mesh)
-  if own is not mesh:  # each process has its own engine
-    layout = decoder.param_shardings(cfg, own)
-    params, mesh = sharding.own_copy(params, mesh, layout), own
-  with build.retrieval(config, out) as url, Loop() as loop:
-    folder = str(cluster.folder(out))
-    engine = build.engine(config, cfg, params, tok, mesh, folder)
-    loop.at_exit(engine.shutdown)
-    judge = judges.make(config)
-    if judge:
-      loop.open(judge)
+  with services.opened(config, out, cfg, mesh) as opener:
+    judge = opener.open(judges.make(config))
     messages = ({'role': 'user', 'content': 'who ?'},)
     question = Question('canary', 'who ?', messages=messages)
     canary = sync.canary_ids(build.environment(config, tok), [question])
-    loop.run(build.first_weights(config, engine, cfg, params, mesh, canary))
-    source = build.source(config, url, lambda: engine, tok, mesh, folder)
-    identity = dict(loop.open(source).get('identity') or {})
+    opener.engine = opener.open_engine(tok, canary, params)
+    opener.open_source(tok)
     scorer = None
     if config.env.search_when == 'entropy':
       longest = config.env.max_tokens
@@ -129,7 +116,7 @@ def loaded(config, workdir: str, out: str, which: str = 'latest'):
         lengths=[n for n in config.batch.lengths if n < longest] + [longest],
         head_chunk=config.batch.head_chunk,
       )
-    yield Loaded(tok, engine, source, loop.run, identity, scorer, judge)
+    yield Loaded(tok, opener, scorer, judge)
 
 
 class Asked(NamedTuple):
@@ -229,7 +216,6 @@ def answer(config, workdir: str, out: str, what: Asked) -> dict[str, float]:
   if wanted:
     config = config.copy_and_resolve_references()
     config.eval.questions = 0
-  services = loaded(config, workdir, out, about['--checkpoint'])
   with contextlib.ExitStack() as stack:
     stack.enter_context(folders.locked_once(out))
     before = records.starts(folder)  # of an evaluation
@@ -239,16 +225,18 @@ def answer(config, workdir: str, out: str, what: Asked) -> dict[str, float]:
         f'{path} is in the way: no evaluation wrote it. Use another --out',
       )
     with progress.phase('model and services', config.log.progress):
-      have = stack.enter_context(services)
-    if have.identity.get('corpus'):
-      about = about | {'corpus': have.identity['corpus']}
+      model = loaded(config, workdir, out, about['--checkpoint'])
+      have = stack.enter_context(model)
+    identity = have.opener.identity
+    if identity.get('corpus'):
+      about = about | {'corpus': identity['corpus']}
     writer = stack.enter_context(Writer(out, config, contents=about))
     if cluster.main():
       # One that is made again, and killed, leaves none of the former one's.
       for name in RESULTS:
         (folder / name).unlink(missing_ok=True)
     if wanted:
-      ledger.check_corpus(wanted, have.identity, manifest)
+      ledger.check_corpus(wanted, identity, manifest)
     runs = evaluators(config, sets, have, writer, with_controls)
     results = {name: evaluator.collect(0) for name, evaluator in runs.items()}
     values, seconds = {}, {}
@@ -267,7 +255,7 @@ def answer(config, workdir: str, out: str, what: Asked) -> dict[str, float]:
       runs['eval'].sets,
       config,
       template=build.template(config),
-      identity=have.identity,
+      identity=identity,
       commit=environment()['commit'],
       checkpoint=measured,
     )

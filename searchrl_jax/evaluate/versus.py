@@ -25,7 +25,7 @@ from absl import flags
 from searchrl_jax import checks
 from searchrl_jax.evaluate import compare, ledger
 from searchrl_jax.evaluate import policy as evaluate
-from searchrl_jax.run import build, command
+from searchrl_jax.run import build, command, services
 from searchrl_jax.store import records
 
 # Fields of config.data that determine questions and corpus.
@@ -65,7 +65,7 @@ def versus(
   searched = asked.source.url or asked.source.corpus
   asked.source.module = 'service' if searched else 'none'
   folders = []
-  with build.retrieval(asked, out) as served:
+  with services.retrieval(asked, out) as served:
     asked.source.url = served
     for n, workdir in enumerate(workdirs):
       name = re.sub(r'\W+', '_', workdir).strip('_')

@@ -1,12 +1,10 @@
-"""Builds what a config names: model, tokenizer, environment, source, engine.
+"""Builds what a config names: mesh, tokenizer, environment, corpus, world.
 
-Shared by train, sft, evaluate and ask, so that each of them shows only its
-own flow.
+Shared by all commands, so that each of them shows only its own flow.
+`run/services.py` opens what has to be closed.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-import contextlib
-import functools
+from collections.abc import Iterable, Mapping, Sequence
 import hashlib
 import logging
 import operator
@@ -19,11 +17,8 @@ from ml_collections import ConfigDict
 from searchrl_jax import lookup
 from searchrl_jax.data import core as data
 from searchrl_jax.devices import cluster, sharding
-from searchrl_jax.engines import core as engines
-from searchrl_jax.engines.weights import sync
-from searchrl_jax.models import lora, parameters, pretrained
-from searchrl_jax.sources import dials, none, simulated
-from searchrl_jax.sources.tools import Tools
+from searchrl_jax.models import parameters, pretrained
+from searchrl_jax.sources import simulated
 from searchrl_jax.store import folders, records, remote, writer
 from searchrl_jax.text import prompts
 from searchrl_jax.text import tokenizer as tokenizers
@@ -184,7 +179,7 @@ def check_environment(config: ConfigDict, *templates: str) -> None:
   for name, fields in config.tools.items():
     where = f'config.tools.{name}'
     lookup.require(name != SEARCH, f'{where}: that is config.source')
-    _maker(fields, where)
+    source_maker(fields, where)
   for path in templates or (config.env.template,):
     for kind in prompts.load(path).kinds.values():
       lookup.require(
@@ -200,8 +195,11 @@ def _environment(config: ConfigDict):
     return lookup.function('searchrl_jax.text', config.env.module)
 
 
-def _maker(fields: ConfigDict, where: str):
-  """The function `make` of a source's module."""
+def source_maker(fields: ConfigDict, where: str):
+  """The function `make` of the module of a source or a tool.
+
+  where: the field that has `fields`, for messages.
+  """
   with lookup.of(f'{where}.module'):
     return lookup.function(_SOURCES, f'{fields.get("module")}.make')
 
@@ -211,145 +209,6 @@ def environment(config: ConfigDict, tok) -> SearchEnv:
   return _environment(config)(
     tok, template(config), config.env, config.data.prompt, config.source.k
   )
-
-
-def engine(config: ConfigDict, cfg, params, tok, mesh, workdir: str):
-  """The engine that config.engine.module names, with `lora.served` adapters.
-
-  Raises:
-    ConfigError: it would share the devices of a mesh with the update.
-  """
-  if config.rollout.max_staleness:
-    require_alone(config, mesh, 'config.rollout.max_staleness above 0')
-  cfg, params = lora.served(cfg, params)
-  make = engines.module(config.engine.module).make
-  return make(cfg, params, tok, config.engine, mesh, pathlib.Path(workdir))
-
-
-def require_alone(config: ConfigDict, mesh, what: str) -> None:
-  """Refuses programs beside those of an engine that shares their mesh."""
-  lookup.require(
-    config.engine.module != 'jax_sampler' or mesh.size == 1,
-    f'{what} on a mesh of {mesh.size} devices: two programs at a time can wait '
-    "for each other for ever; use engine.module='vllm' for this engine, one "
-    'device (CUDA_VISIBLE_DEVICES=0, config.mesh), or do without',
-  )
-
-
-async def first_weights(config, engine, cfg, params, mesh, canary) -> None:
-  """Gives a server its weights; an engine in process has them already.
-
-  canary: int [n], ids to check them with, see `sync.sync_and_verify`.
-  """
-  if engine.version is None:
-    logps = functools.partial(sync.forward_logps(cfg, mesh), params)
-    limit = config.engine.canary_tolerance
-    _, params = lora.served(cfg, params)
-    await sync.sync_and_verify(engine, params, 0, canary, logps, limit)
-
-
-def source(config, url: str, engine=None, tok=None, mesh=None, workdir=''):
-  """The source that config.source.module names, on this URL, with
-  config.source.dials; with those of config.tools, if there are any, as
-  `sources.tools.Tools`.
-
-  The other arguments are for a simulator: a function that returns the policy's
-  engine (which is opened later), its tokenizer, its mesh and the run folder.
-  """
-  fields = config.source.copy_and_resolve_references()
-  fields.url = url
-  writer = functools.partial(simulator, config, engine, tok, mesh, workdir)
-  make = _maker(fields, 'config.source')
-  search = make(fields, seed=config.seed, writer=writer)
-  asked = functools.partial(_questions, config)
-  made = {SEARCH: dials.wrap(search, fields.dials, config.seed, asked)}
-  for name, fields in config.tools.items():
-    make = _maker(fields, f'config.tools.{name}')
-    made[name] = make(fields, seed=config.seed)
-  return Tools(made) if config.tools else made[SEARCH]
-
-
-def _questions(config: ConfigDict) -> list[Question]:
-  """Those of all sets."""
-  parts = [config.data.train, config.data.eval]
-  loaded = [data.load_sets(sets, config.data) for sets in parts if sets]
-  return [q for sets in loaded for own in sets.values() for q in own]
-
-
-def simulator(config, policy, tok, mesh, workdir: str):
-  """The model that writes documents: config.source.simulator.path on an engine
-  of its own, or, without a path, the policy's engine.
-
-  Raises:
-    ConfigError: two engines would share the devices of a mesh.
-  """
-  fields, folder = config.source.simulator, f'{workdir}/simulator'
-  path = fields.path
-  if not path:
-    return simulated.DocumentWriter(policy, tok, None)
-  lookup.require(
-    cluster.size() == 1,
-    f'config.source.simulator.path={path!r}: a simulator with a model of its '
-    'own runs in one process; leave it empty, or start one process',
-  )
-  if (pathlib.Path(path) / records.CHECKPOINTS).exists():
-    theirs = load_config(path)
-    theirs.train.init = path
-  else:
-    theirs = config.copy_and_resolve_references()
-    path = parameters.local(path, 'config.source.simulator.path')
-    theirs.model.update(path=path, tokenizer='')
-    theirs.models.lora.update(rank=0, path='')
-    theirs.train.init = ''
-  theirs.engine = config.engine.copy_and_resolve_references()
-  theirs.engine.update({'url': ''} | fields.engine.to_dict())
-  require_alone(theirs, mesh, f'config.source.simulator.path={path!r}')
-  tok = tokenizer(theirs, folder)
-  cfg = parameters.model_config(theirs, tok.vocab_size)
-  params = parameters.initial(theirs, cfg, mesh)
-  made = engine(theirs, cfg, params, tok, mesh, folder)
-
-  async def start():
-    canary = tok.encode(fields.useful)[:64]
-    await first_weights(theirs, made, cfg, params, mesh, canary)
-    made.warmup()
-
-  return simulated.DocumentWriter(lambda: made, tok, start)
-
-
-@contextlib.contextmanager
-def retrieval(config: ConfigDict, workdir: str) -> Iterator[str]:
-  """The URL to search; '' if config.source.module needs no server.
-
-  If config.source.url is empty, a server process is started for
-  config.source.corpus: a path, or 'world' for the generated world of
-  config.data. It ends with the block, or with this process. Of several
-  processes each starts one for itself, or, with config.source.servers='one',
-  process 0 for all.
-  """
-  if config.source.module in (none.NONE, simulated.SIMULATED):
-    yield ''
-  elif config.source.url:
-    yield config.source.url
-  else:
-    from retrieval import process  # only needed to start a server
-
-    folder = cluster.folder(workdir)
-    folder.mkdir(parents=True, exist_ok=True)
-    with contextlib.ExitStack() as stack:
-
-      def start(**how) -> str:
-        served, log = corpus(config, str(folder)), folder / 'retrieval.log'
-        server = process.start_server(served, log_path=log, **how)
-        return stack.enter_context(server).url
-
-      if config.source.servers == 'one' and cluster.size() > 1:
-        host = cluster.host()
-        served = host if host in ('127.0.0.1', 'localhost') else '0.0.0.0'
-        url = cluster.first('retrieval', lambda: start(host=served))
-        yield url.replace('0.0.0.0', host)
-      else:
-        yield cluster.agree('retrieval', start)
 
 
 def corpus(config: ConfigDict, workdir: str) -> str:

@@ -121,16 +121,6 @@ def define_checkpoint():
   )
 
 
-def define_topology(required: bool = False):
-  return flags.DEFINE_string(
-    'topology',
-    None,
-    'Accelerators to compile for, without having them: CHIP:SIZES, such as '
-    'h200:1x8, h100:4x8 (nodes x GPUs), v5e:8x8 or v5p:2x2x4.',
-    required=required,
-  )
-
-
 def define_cluster() -> None:
   """Defines the flags by which `run` finds the other processes."""
   flags.DEFINE_string(
@@ -163,6 +153,8 @@ def _parse(argv):
     first, *more = str(e).strip().splitlines()
     # The message of a config file that raises ends with a traceback.
     first = first.removesuffix('Error whilst parsing config file:')
+    if re.search("flag '(dry_run|topology)'", first):
+      first += '; use `python -m searchrl_jax.doctor`'
     fail(first + (more[-1] if more else ''))
   except (KeyError, AttributeError) as e:
     # ml_collections raises these for unknown fields, with a repr of a repr.

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
 import functools
-import pathlib
 import time
 from typing import Any
 
@@ -17,18 +16,16 @@ import jax
 from ml_collections import ConfigDict
 import numpy as np
 
-from searchrl_jax import lookup
-from searchrl_jax.devices import cluster, sharding, signals
+from searchrl_jax.devices import cluster, signals
 from searchrl_jax.engines.core import SyncError
-from searchrl_jax.engines.weights import publication, sync
-from searchrl_jax.models import decoder, lora, parameters
-from searchrl_jax.run import build
-from searchrl_jax.sources.core import require_same
+from searchrl_jax.engines.weights import sync
+from searchrl_jax.models import lora, parameters
+from searchrl_jax.run import services
 from searchrl_jax.store import checkpoint, folders, progress, records, remote
 from searchrl_jax.store.writer import Writer
 
 
-class Session:
+class Session(services.Opener):
   """One start of a run, in its folder; a context manager.
 
   Entering locks the folder (a loop that reads or writes there before has locked
@@ -56,9 +53,8 @@ class Session:
   Attributes:
     step: steps done.
     metrics: of the last step.
-    writer, signals: of the run.
-    url: of the retrieval server, '' if nothing is searched.
-    engine, source, evaluator: None before they are opened.
+    writer, signals: of the run; `signals` is its `loop`.
+    evaluator: None until the loop of the run sets one.
 
   Raises:
     CheckpointError, ConfigError: from restoring or reading parameters.
@@ -76,21 +72,16 @@ class Session:
     unused: Any = None,
     contents: Mapping[str, Any] | None = None,
   ):
-    self.config, self.workdir = config, pathlib.Path(workdir)
-    self.trained, self.cfg, self.mesh = trained, trained.cfg, trained.mesh
+    self.signals = signals.Signals()
+    super().__init__(config, workdir, self.signals, trained.cfg, trained.mesh)
+    self.trained = trained
     self._steps, self._seconds, self._save_every = limits
     self._states, self._unused = dict(states or {}), unused
     self._contents = dict(contents or {})
     self._saver = checkpoint.of_run(config, workdir)
     self._fingerprint = {'stage': stage, **dataclasses.asdict(self.cfg)}
-    self.engine: Any = None
-    self.source: Any = None
     self.evaluator: Any = None
-    self.signals, self.url = signals.Signals(), ''
     self.metrics: dict[str, float] = {}
-    self._engines: list[Any] = []
-    self._identity: Mapping[str, Any] = {}
-    self._publisher: publication.Publisher | None = None
     self._late = self._owed = False  # owed: the evaluation of the last step
 
   def _restore(self) -> None:
@@ -107,7 +98,7 @@ class Session:
     saved = self._saver.restore(
       self.trained.like(), latest, fingerprint=self._fingerprint
     )
-    self.step, self._identity = saved.step, saved.extras.get('served', {})
+    self.step, self.identity = saved.step, saved.extras.get('served', {})
     self._owed = saved.extras.get('evaluation_owed', False)
     self.metrics = saved.metrics
     fixed = parameters.read_fixed(self.workdir, self.trained.fixed)
@@ -127,7 +118,7 @@ class Session:
       with progress.phase('parameters', self.config.log.progress):
         self._restore()
       if self._unused is not None:  # there are rollouts, which search
-        retrieval = build.retrieval(self.config, str(self.workdir))
+        retrieval = services.retrieval(self.config, str(self.workdir))
         with progress.phase('retrieval server', self.config.log.progress):
           self.url = stack.enter_context(retrieval)
       devices = [str(d) for d in jax.devices()]
@@ -147,89 +138,17 @@ class Session:
   def __exit__(self, *error):
     return self._stack.__exit__(*error)
 
-  # Services of the rollouts.
+  def open_engine(self, tok, canary, params=None, folder: str = '') -> Any:
+    """As `Opener`, for fixed weights or, without `params`, the trained ones.
 
-  def open_source(self, tok: Any) -> Any:
-    """Opens the source of config.source, and checks its identity.
-
-    Raises:
-      SourceError: it cannot be used, or is not the one of the checkpoint.
+    canary: of trained weights, with it `publish` verifies them.
     """
-    engine, folder = lambda: self.engine, str(cluster.folder(self.workdir))
-    mesh = sharding.own_mesh(self.mesh)
-    self.source = build.source(self.config, self.url, engine, tok, mesh, folder)
+    if params is not None:
+      return super().open_engine(tok, canary, params, folder)
+    self.engine = super().open_engine(tok, None, self.trained.params)
+    self._canary, self._logps = canary, sync.forward_logps(self.cfg, self.mesh)
     self.writer.decode = tok.decode
-    check = lambda: self.signals.open(self.source).get('identity', {})
-    self.searched(cluster.agree('source', check))
-    return self.source
-
-  def searched(self, served: Mapping[str, Any]) -> None:
-    """Takes the identity of the source that the run searches.
-
-    Raises:
-      SourceError: it is not the one of the checkpoint.
-    """
-    require_same(self._identity, served)
-    self._identity = served
-
-  def open(self, service: Any) -> Any:
-    """Checks a service (a judge, a reader) and closes it at the end.
-
-    service: has awaitable `check` and `close`; None: there is none.
-    """
-    if service:
-      cluster.agree('service', lambda: self.signals.open(service))
-    return service
-
-  def open_engine(
-    self, tok: Any, canary: np.ndarray, params: Any = None, folder: str = ''
-  ) -> Any:
-    """Opens an engine for the trained weights, or for fixed ones.
-
-    Each process has its own, on its own devices.
-
-    Args:
-      tok: the tokenizer.
-      canary: int [n], ids with which `publish` compares log-probs.
-      params: fixed weights; None: the trained ones.
-      folder: below the run folder, for the logs of a further engine.
-    """
-    weights = self.trained.params if params is None else params
-    if self.config.engine.module == 'jax_sampler':
-      weights = self._own(weights)
-    config, cfg, mesh = self.config, self.cfg, self.mesh
-    own, folder = sharding.own_mesh(mesh), cluster.folder(self.workdir) / folder
-    make = functools.partial(build.engine, config, cfg, weights, tok, own)
-    engine = cluster.agree('engine', lambda: make(str(folder)))
-    self.signals.at_exit(engine.shutdown)
-    self._engines.append(engine)
-    if params is None:
-      self.engine, self._canary = engine, canary
-      self._logps = sync.forward_logps(cfg, mesh)
-    else:
-      given = build.first_weights(config, engine, cfg, weights, own, canary)
-      self.signals.finish(given)
-    return engine
-
-  def _own(self, params: Any, manifest: Mapping | None = None) -> Any:
-    """What the engines of several processes load: one in process a copy on its
-    own devices, servers a folder that all processes write together."""
-    config, cfg = self.config.engine, self.cfg
-    if cluster.size() == 1:
-      return params
-    if config.module == 'jax_sampler':
-      layout = decoder.param_shardings(cfg, sharding.own_mesh(self.mesh))
-      return sharding.own_copy(params, self.mesh, layout, config.dtype)
-    if self._publisher is None:
-      lookup.require(
-        not remote.is_remote(remote.place(self.workdir)),
-        f'config.engine.module={config.module!r} on several nodes reads weights'
-        ' from a --workdir on a disk that these share, or a mounted bucket',
-      )
-      folder = self.workdir / 'published'
-      self._publisher = publication.Publisher(folder, cfg, config.dtype)
-      self._stack.callback(self._publisher.clear)
-    return self._publisher.publish(params, self.step, manifest).path
+    return self.engine
 
   # The steps.
 
@@ -242,7 +161,7 @@ class Session:
     self.writer.say(self._ahead())
     with self.writer.timer('compile'):
       self.trained.warmup()
-      for engine in self._engines:
+      for engine in self.engines:
         engine.warmup()
     self._started = time.monotonic()
     if self.engine is not None:
@@ -312,12 +231,13 @@ class Session:
         # What all processes compute together comes first.
         wanted = np.asarray(logps(np.asarray(self._canary, np.int32)))
         published = sync.manifest(params, self.engine.dtype)
-        params, logps = self._own(params, published), lambda ids: wanted
+        params = self.share(params, self.step, published)
+        logps = lambda ids: wanted
       how = self.step, self._canary, logps, limit, kind, published
       check = functools.partial(sync.sync_and_verify, self.engine, params, *how)
       reports = cluster.gather('sync', lambda: self.signals.finish(check()))
-      if self._publisher:
-        self._publisher.prune(self.step)
+      if self.publisher:
+        self.publisher.prune(self.step)
       return max(r.canary_max_diff for r in reports)
 
   def rest(self) -> None:
@@ -481,7 +401,7 @@ class Session:
       self._amend(ended=ended)
       return
     extras = {name: state.state() for name, state in self._states.items()}
-    extras |= {'served': self._identity, 'version': self.step, 'ended': ended}
+    extras |= {'served': self.identity, 'version': self.step, 'ended': ended}
     with self.writer.timer('checkpoint'):
       # The files of steps that a checkpoint counts are there before it.
       self.writer.sync()

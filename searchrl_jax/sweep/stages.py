@@ -16,7 +16,7 @@ from searchrl_jax.data import core as data
 from searchrl_jax.devices import cluster
 from searchrl_jax.lookup import ConfigError
 from searchrl_jax.models import parameters
-from searchrl_jax.run import build
+from searchrl_jax.run import build, services
 from searchrl_jax.store import folders, records, writer
 from searchrl_jax.sweep import core
 from searchrl_jax.sweep.core import Arm, Start, Sweep
@@ -183,7 +183,7 @@ class Servers(contextlib.ExitStack):
     key = json.dumps(records.plain([*where, *world]))
     if key not in self._urls:
       folder = str(self._folder / str(len(self._urls)))
-      server = build.retrieval(config, folder)
+      server = services.retrieval(config, folder)
       self._urls[key] = self.enter_context(server)
     return self._urls[key]
 

@@ -16,7 +16,7 @@ def report(topology, config, *fields):
     [
       sys.executable,
       '-m',
-      'searchrl_jax.aot',
+      'searchrl_jax.doctor',
       f'--topology={topology}',
       f'--config={config}',
       '--config.batch.lengths=(4608,)',

@@ -293,7 +293,7 @@ def test_what_cannot_be_compiled_for_is_refused(name, said):
     [
       sys.executable,
       '-m',
-      'searchrl_jax.aot',
+      'searchrl_jax.doctor',
       '--config=configs/search_r1.py:model=qwen2.5-3b',
       f'--topology={name}',
     ],

@@ -11,7 +11,7 @@ from searchrl_jax import checks, lookup
 from searchrl_jax.data.checks import DataError
 from searchrl_jax.evaluate import ledger
 from searchrl_jax.evaluate import policy as evaluate
-from searchrl_jax.run import build
+from searchrl_jax.run import build, services
 from searchrl_jax.store.progress import Progress
 from searchrl_jax.store.records import RunError
 from searchrl_jax.text import prompts
@@ -22,7 +22,7 @@ from tests.test_commands import command
 @pytest.fixture(scope='module')
 def url(tmp_path_factory):
   folder = tmp_path_factory.mktemp('retrieval')
-  with build.retrieval(tiny.config(), str(folder)) as found:
+  with services.retrieval(tiny.config(), str(folder)) as found:
     yield found
 
 

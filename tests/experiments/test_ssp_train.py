@@ -1,14 +1,12 @@
 """The self-play loop end to end, on a tiny model whose proposer is scripted."""
 
 import contextlib
-import functools
 import json
 import os
 import pathlib
 import re
 import shutil
 import signal
-from unittest import mock
 
 import jax
 from ml_collections import ConfigDict
@@ -16,9 +14,8 @@ import numpy as np
 import pytest
 
 from configs import algorithms, ssp
-from experiments.ssp import game, start, train
+from experiments.ssp import game, train
 from experiments.ssp import world as worlds
-from searchrl_jax.aot import dryrun
 from searchrl_jax.checks import ConfigError
 from searchrl_jax.data.checks import DataError
 from searchrl_jax.devices import signals
@@ -368,24 +365,6 @@ def test_a_frozen_proposer_that_trained_on_is_refused(url, tmp_path):
   train.train(config, start)
   with pytest.raises(ConfigError, match='train.init=.*model.path='):
     train.train(frozen, run)
-
-
-def test_a_dry_run_tells_what_both_roles_cost():
-  def report(argument):
-    uncompiled = functools.partial(dryrun.costs, working=0)
-    with mock.patch.object(dryrun, 'costs', uncompiled):
-      return start.report(ssp.get_config(argument), 300)
-
-  found = report('pairing=grpo+grpo')
-  proposer, solver = found.split('As the solver')
-  assert proposer.startswith('As the proposer')
-  for text in (proposer, solver):
-    assert 'Memory of one device' in text and 'updates in the run' in text
-  # 12 answers, of which 4 questions each, of which 4 answers each.
-  for text, n in ((proposer, 48), (solver, 192)):
-    assert re.search(rf'trajectories +{n}\n', text), text
-  frozen = report('arm=frozen')
-  assert 'proposer' not in frozen
 
 
 def test_the_solver_may_wait(url, tmp_path):

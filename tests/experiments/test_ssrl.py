@@ -13,7 +13,7 @@ from searchrl_jax import checks, sft
 from searchrl_jax.data import core as data
 from searchrl_jax.evaluate import ledger
 from searchrl_jax.evaluate import policy as evaluate
-from searchrl_jax.run import build
+from searchrl_jax.run import services
 from searchrl_jax.sources import none
 from searchrl_jax.sweep import core
 from searchrl_jax.types import Question, SearchRequest
@@ -73,9 +73,9 @@ def test_real_passages_in_training_are_refused_with_the_fix(real):
 
 def test_no_search_engine_is_asked_at_full_size(tmp_path):
   c = ssrl.get_config('model=m')
-  with build.retrieval(c, str(tmp_path)) as url:
+  with services.retrieval(c, str(tmp_path)) as url:
     assert url == ''
-  source = build.source(c, '')
+  source = services.source(c, '')
   assert asyncio.run(source.check()) == {}
   (error,) = asyncio.run(source.search([SearchRequest('q', 1)]))
   assert error.message.startswith("config.source.module='none'")
@@ -139,7 +139,7 @@ def test_a_warm_start_learns_information_that_rl_leaves_out(
 @pytest.fixture(scope='module')
 def url(tmp_path_factory):
   folder = tmp_path_factory.mktemp('world')
-  with build.retrieval(tiny(), str(folder)) as found:
+  with services.retrieval(tiny(), str(folder)) as found:
     yield found
 
 
@@ -165,7 +165,7 @@ def test_a_real_search_finds_the_unseen(url, tmp_path):
   c = tiny()
   world = closedbook.generate(4, **c.data.world.to_dict())
   questions = [q for q in world.questions['unseen'] if q.hops == 1][:40]
-  source = build.source(c, url)
+  source = services.source(c, url)
 
   async def search():
     found = await source.search(

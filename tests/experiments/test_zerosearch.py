@@ -13,7 +13,7 @@ from searchrl_jax.data.checks import DataError
 from searchrl_jax.engines.core import Completion
 from searchrl_jax.evaluate import policy as evaluate
 from searchrl_jax.models import parameters
-from searchrl_jax.run import build
+from searchrl_jax.run import build, services
 from searchrl_jax.sources import simulated
 from searchrl_jax.store import checkpoint, records
 from searchrl_jax.sweep import stages
@@ -351,11 +351,11 @@ def test_no_search_engine_starts_while_it_trains(tmp_path, monkeypatch):
 
   monkeypatch.setattr(process, 'start_server', start)
   c = zerosearch.get_config()
-  with build.retrieval(c, str(tmp_path)) as url:
+  with services.retrieval(c, str(tmp_path)) as url:
     assert url == ''
   c.source.module = 'service'
   with pytest.raises(AssertionError, match='a server'):
-    with build.retrieval(c, str(tmp_path)):
+    with services.retrieval(c, str(tmp_path)):
       pass
 
 
@@ -464,7 +464,7 @@ def test_two_engines_do_not_share_a_mesh(warm, tmp_path):
   c = small_run(path=warm)
   c.mesh.data = 2
   with pytest.raises(checks.ConfigError, match='mesh of 2'):
-    build.source(c, '', None, None, build.mesh(c), str(tmp_path))
+    services.source(c, '', None, None, build.mesh(c), str(tmp_path))
 
 
 def test_the_real_search_engine_evaluates_what_a_simulator_taught(
@@ -480,4 +480,4 @@ def test_the_real_search_engine_evaluates_what_a_simulator_taught(
 def test_a_simulator_that_is_not_there_is_named(tmp_path):
   c = small_run(path=str(tmp_path / 'none'))
   with pytest.raises(checks.ConfigError, match=r'simulator\.path.*none'):
-    build.source(c, '', None, None, build.mesh(c), str(tmp_path))
+    services.source(c, '', None, None, build.mesh(c), str(tmp_path))

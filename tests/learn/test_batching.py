@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from searchrl_jax import schema
-from searchrl_jax.aot import dryrun
+from searchrl_jax.aot import costs
 from searchrl_jax.learn import batching
 from searchrl_jax.types import Question, Rewards, Segment, Trajectory
 
@@ -347,7 +347,7 @@ def test_check(field, value, message):
 def test_plan_golden():
   # 32 questions x 8 = 256 trajectories, 4 minibatches of 64; 64 tokens hold 2
   # rows of 32 with up to 8 trajectories each: 4 to 32 microbatches.
-  plan = dryrun.arithmetic(
+  plan = costs.arithmetic(
     config(**{'algorithm.minibatches': 4, 'algorithm.epochs': 2})
   )
   assert plan['trajectories'] == '256'

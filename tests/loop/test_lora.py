@@ -11,7 +11,7 @@ import pytest
 
 from configs import algorithms
 from searchrl_jax import checks, export, sft, train
-from searchrl_jax.aot import dryrun
+from searchrl_jax.aot import costs
 from searchrl_jax.engines.weights import sync
 from searchrl_jax.evaluate import policy as evaluate
 from searchrl_jax.learn import update
@@ -195,10 +195,10 @@ def test_a_critic_has_adapters_on_the_same_base(url, tmp_path):
     checks.check(c)
 
 
-def test_a_dry_run_counts_the_base_once(url):
+def test_costs_count_the_base_once(url):
   c = config(url)
   cfg = parameters.model_config(c, 700)
-  rows = dryrun.costs(c, cfg, build.mesh(c), working=0).device
+  rows = costs.of_run(c, cfg, build.mesh(c), working=0).device
   base = 4 * lora.base(cfg).n_params
   assert rows['frozen parameters (float32)'] == base
   adapters = 4 * cfg.n_params - base

@@ -25,7 +25,7 @@ from searchrl_jax.evaluate import policy as evaluate
 from searchrl_jax.learn import objectives, update
 from searchrl_jax.models import parameters
 from searchrl_jax.rollout.core import RolloutError
-from searchrl_jax.run import build
+from searchrl_jax.run import build, services
 from searchrl_jax.run.session import Session
 from searchrl_jax.sources.core import SourceError
 from searchrl_jax.sources.service import ServiceSource
@@ -348,8 +348,8 @@ def test_a_second_start_at_any_moment_touches_nothing(
     (checkpoint.Checkpointer, 'latest'),
     (parameters, 'initial'),
     (build, 'corpus'),
-    (build, 'source'),
-    (build, 'engine'),
+    (services, 'source'),
+    (services, 'engine'),
     (Session, 'begin'),
     (update.Updater, 'step'),
     (checkpoint.Checkpointer, 'save'),
@@ -415,7 +415,7 @@ def test_a_dead_service_stops_the_run_and_saves(tmp_path):
   config.source.deadline = 2.0
   # Every trajectory searches: the prompt's last words are forced by a policy
   # that stops at once and an environment that takes anything for a search.
-  with build.retrieval(_with_corpus(config), str(tmp_path)) as url:
+  with services.retrieval(_with_corpus(config), str(tmp_path)) as url:
     config.source.url = url
     real = train.rollout
 

@@ -11,7 +11,7 @@ import pytest
 from configs import atlas as recipe
 from searchrl_jax import schema
 from searchrl_jax.lookup import ConfigError
-from searchrl_jax.run import build
+from searchrl_jax.run import services
 from searchrl_jax.sources.core import SourceError, require_same
 from searchrl_jax.sources.dials import Dials, Setting, wrap
 from searchrl_jax.types import (
@@ -206,12 +206,12 @@ def test_errors_and_other_tools_pass_through():
 def test_a_run_has_the_dials_of_its_config():
   config = schema.base()
   config.source.module = 'tests.sources.test_dials'
-  assert type(build.source(config, '')) is Listing
+  assert type(services.source(config, '')) is Listing
   config.source.dials.contradict = 1.0
   config.source.dials.random = 0.001
   data = dict(module='searchrl_jax.worlds.atlas', split='train', n=60)
   config.data.train.atlas = ConfigDict(data)
-  source = build.source(config, '')
+  source = services.source(config, '')
   assert type(source) is Dials
   # Another setting is another source, with which no run goes on.
   now = asyncio.run(source.check())['identity']

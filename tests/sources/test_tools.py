@@ -19,7 +19,7 @@ from searchrl_jax.evaluate import policy as evaluate
 from searchrl_jax.lookup import ConfigError
 from searchrl_jax.rewards import answer, core, efficiency, progress
 from searchrl_jax.rollout import chains
-from searchrl_jax.run import build
+from searchrl_jax.run import build, services
 from searchrl_jax.sources import calculator, none
 from searchrl_jax.sources.tools import Tools
 from searchrl_jax.store import records
@@ -71,7 +71,7 @@ def play(c, turns, source=None, question=QUESTION):
   return env, asyncio.run(
     chains.rollout(
       [question], env=env, engine=engine, config=c.rollout, seed=0, step=4,
-      source=source or build.source(c, ''),
+      source=source or services.source(c, ''),
     )
   )  # fmt: skip
 
@@ -368,7 +368,7 @@ def test_branches_of_a_trajectory_have_sessions_of_their_own(tmp_path):
     dict(module='tests.sources.test_tools', session=True)
   )
   env = build.environment(c, scripted.tokenizer('bpe'))
-  source = build.source(c, '')
+  source = services.source(c, '')
 
   def told(state, action, number):
     text = f'<calc>{number}</calc>'
@@ -430,7 +430,7 @@ def test_a_bad_tool_is_refused(tmp_path, tools, message):
 
 
 def test_without_tools_the_source_is_the_source(tmp_path):
-  made = build.source(config(tmp_path, tools=False), '')
+  made = services.source(config(tmp_path, tools=False), '')
   assert type(made) is fakes.FakeSource
 
 

@@ -132,7 +132,7 @@ def test_a_server_is_started_for_each_world_that_needs_one(
     made.append(folder)
     yield '' if c.source.module == 'simulated' else folder
 
-  monkeypatch.setattr(stages.build, 'retrieval', retrieval)
+  monkeypatch.setattr(stages.services, 'retrieval', retrieval)
   simulated = config(0)
   simulated.source.module = 'simulated'
   with stages.Servers(tmp_path) as servers:

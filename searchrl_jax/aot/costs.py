@@ -1,4 +1,4 @@
-"""`train --dry_run`: what a config costs, before anything is allocated."""
+"""What a run takes: memory, and the arithmetic of a step."""
 
 from collections.abc import Mapping
 import dataclasses
@@ -7,30 +7,14 @@ from typing import NamedTuple
 
 import jax
 
-from searchrl_jax import checks
 from searchrl_jax.devices import sharding
 from searchrl_jax.engines import core as engines
 from searchrl_jax.engines.jax import caches, decode, device
 from searchrl_jax.learn import batching, learner, optim
-from searchrl_jax.models import parameters
-from searchrl_jax.run import build
 
 _MIB = 2**20
 # Of a sampled token in a trajectory: its id, log-prob and version.
 TOKEN_BYTES = 4 + 4 + 4
-
-
-def report(config, vocab_size: int) -> str:
-  """Memory for each device and of the host, and the arithmetic of a step, as a
-  text table.
-
-  The update's working memory is what the compiler says of the compiled
-  program; nothing is run and no parameter is allocated.
-  """
-  checks.check(config)
-  cfg = parameters.model_config(config, vocab_size)
-  mesh = build.mesh(config)
-  return render(config, cfg, mesh, costs(config, cfg, mesh))
 
 
 class Costs(NamedTuple):
@@ -41,8 +25,8 @@ class Costs(NamedTuple):
   step: dict[str, str]
 
 
-def costs(config, cfg, mesh, working: int | None = None) -> Costs:
-  """What a run takes.
+def of_run(config, cfg, mesh, working: int | None = None) -> Costs:
+  """What a run takes; no parameter is allocated.
 
   working: bytes of temporaries, on one device, of the program that needs most;
   None: of the update, which is compiled for it.
@@ -102,7 +86,7 @@ def costs(config, cfg, mesh, working: int | None = None) -> Costs:
 
 
 def render(config, cfg, mesh, found: Costs) -> str:
-  """The text of `report`."""
+  """Memory of each device and of the host, and one step, as a text table."""
   engine = config.engine
   lines = [
     f'{config.name}: {cfg.n_params:,} parameters, vocabulary '

@@ -1,0 +1,102 @@
+"""What a policy works with: how it is opened, and in which order it closes."""
+
+import contextlib
+import types
+
+import pytest
+
+from searchrl_jax.devices import sharding
+from searchrl_jax.run import services
+from searchrl_jax.sources.core import SourceError
+from tests import tiny
+from tests.conftest import ROOT
+
+CFG = types.SimpleNamespace(lora=None)
+
+
+class Service:
+  """An engine, a source or a judge that says when it is closed."""
+
+  def __init__(self, name: str, closed: list[str], version: int | None = 0):
+    self.name, self.closed, self.version = name, closed, version
+
+  async def check(self):
+    return {'identity': {'corpus': 'this'}}
+
+  async def close(self):
+    self.closed.append(self.name)
+
+  shutdown = close
+
+
+@pytest.fixture
+def closed(monkeypatch):
+  """Names of what was closed, in order; engine, source, server are stubs."""
+  names = []
+
+  @contextlib.contextmanager
+  def retrieval(*_):
+    yield 'http://127.0.0.1:9'
+    names.append('server')
+
+  monkeypatch.setattr(services, 'retrieval', retrieval)
+  monkeypatch.setattr(services, 'source', lambda *_: Service('source', names))
+  monkeypatch.setattr(services, 'engine', lambda *_: Service('engine', names))
+  return names
+
+
+def opened(folder):
+  mesh = sharding.make_mesh(data=1)
+  return services.opened(tiny.config(), str(folder), CFG, mesh)
+
+
+def test_the_last_service_closes_first_and_the_server_last(closed, tmp_path):
+  with opened(tmp_path) as opener:
+    assert opener.open(None) is None  # there is no judge
+    opener.open(Service('judge', closed))
+    opener.open_engine(None, None, {})
+    opener.open_source()
+    assert opener.identity == {'corpus': 'this'}
+  assert closed == ['source', 'engine', 'judge', 'server']
+
+
+def test_a_source_of_another_identity_is_refused_and_closed(closed, tmp_path):
+  with pytest.raises(SourceError, match='corpus'):
+    with opened(tmp_path) as opener:
+      opener.identity = {'corpus': 'that'}
+      opener.open_source()
+  assert closed[0] == 'source'
+
+
+@pytest.mark.parametrize(
+  'version, canary, loaded',
+  [(None, [1, 2], True), (None, None, False), (0, [1, 2], False)],
+)
+def test_an_engine_without_weights_gets_them_verified(
+  closed, tmp_path, monkeypatch, version, canary, loaded
+):
+  verified = []
+
+  async def sync_and_verify(engine, params, version, ids, *_):
+    verified.append((engine, params, version, ids))
+
+  monkeypatch.setattr(services.sync, 'sync_and_verify', sync_and_verify)
+  monkeypatch.setattr(services.sync, 'forward_logps', lambda *_: print)
+  server = Service('engine', closed, version)
+  monkeypatch.setattr(services, 'engine', lambda *_: server)
+  with opened(tmp_path) as opener:
+    params = {'embed': 0}
+    assert opener.open_engine(None, canary, params) is server
+    assert opener.engines == [server]
+  assert verified == [(server, params, 0, canary)] * loaded
+
+
+def test_one_module_opens_services():
+  opening = 'start_server(', '.at_exit('
+  found = {
+    path.relative_to(ROOT).as_posix()
+    for path in (ROOT / 'searchrl_jax').rglob('*.py')
+    if any(call in path.read_text() for call in opening)
+  }
+  loop = 'searchrl_jax/devices/signals.py'
+  assert found == {'searchrl_jax/run/services.py', loop}
