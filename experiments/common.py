@@ -1,11 +1,11 @@
-"""What every benchmark shares: an idle machine, turns, a table and a file.
+"""What every measurement shares: the environment, bars, a table and a file.
 
 The JSON of a benchmark holds `environment` (machine, date, commit, load before
 the run), `rows` (all raw repetitions) and `bars`, a list of {name, value, bar,
 holds} computed from them.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 import datetime
 import importlib.metadata
 import json
@@ -13,7 +13,6 @@ import os
 import pathlib
 import platform
 import re
-import statistics
 import subprocess
 import sys
 from typing import Any
@@ -28,22 +27,6 @@ _GPU = (
   'name driver_version memory.total clocks.sm clocks.mem clocks.max.sm '
   'clocks.max.mem power.draw power.limit temperature.gpu'
 ).split()
-
-
-def require_idle(max_load: float = 0.3, allow: bool = False) -> float:
-  """The load before this process; contention spoils torch more than JAX.
-
-  allow: measure anyway (--allow_load); the load stands in the file.
-
-  Raises:
-    SystemExit: the machine is busy.
-  """
-  if LOAD > max_load and not allow:
-    raise SystemExit(
-      f'the machine is busy: load {LOAD:.2f}, at most {max_load} for a fair '
-      'comparison; wait, or pass --allow_load and say so beside the figures'
-    )
-  return LOAD
 
 
 def command(module: str) -> str:
@@ -96,19 +79,6 @@ def _field(path: str, name: str) -> str:
   return ''
 
 
-def interleave(fns: Mapping[str, Callable[[], Any]], reps: int) -> dict:
-  """{name: [result of each call]}: all of them once, then all again.
-
-  What changes slowly on a machine (heat, neighbours) then touches every
-  side. Warm up before.
-  """
-  out = {name: [] for name in fns}
-  for _ in range(reps):
-    for name, fn in fns.items():
-      out[name].append(fn())
-  return out
-
-
 def bar(
   name: str,
   value: float,
@@ -121,14 +91,6 @@ def bar(
   holds = value <= bar if at_most else value >= bar
   holds = holds and not (strict and value == bar)
   return {'name': name, 'value': value, 'bar': bar, 'holds': bool(holds)}
-
-
-def spread(values: Sequence[float]) -> dict[str, float]:
-  return {
-    'median': statistics.median(values),
-    'lowest': min(values),
-    'highest': max(values),
-  }
 
 
 def report(

@@ -21,35 +21,31 @@ questions are generated too.
 import collections
 from collections.abc import Callable, Iterator
 import gzip
+import itertools
 import json
 import pathlib
 import re
 import statistics
 import time
 
-from absl import app, flags
+from absl import flags
 import numpy as np
 
 from experiments import common
-from experiments.benchmarks import generated, scale
+from experiments.benchmarks import generated, harness, scale
 from retrieval.index import bm25
+from searchrl_jax.run import command
 
 K, BATCH = 10, 128
 _QUESTIONS, _CHUNK = 1000, 10_000
 _MEAN, _SPREAD, _MOST, _REPEATED = 100, 20, 160, 0.25
 
-_OUT = flags.DEFINE_string('out', '', 'JSON file to write.')
-_LOAD = flags.DEFINE_bool('allow_load', False, 'Run on a busy machine.')
-_REPS = flags.DEFINE_integer('reps', 5, 'Repetitions.', lower_bound=3)
-_DATA = flags.DEFINE_string('data_dir', '', 'Folder of corpus and questions.')
-_PASSAGES = flags.DEFINE_integer('passages', 1_000_000, 'How many.', 16_000)
-_FOLDER = flags.DEFINE_string(
-  'folder', 'runs/bm25_benchmark', 'Of the indexes; made if it is not there.'
-)
 
-
-def read(folder: str) -> tuple[list[str], list[str]]:
-  """The words of a data folder, most frequent first, and its questions."""
+def inputs() -> tuple[list[str], list[str]]:
+  """The words of the data folder, most frequent first, and its questions."""
+  folder = flags.FLAGS.data_dir
+  if not folder:
+    return [], list(generated.texts(_QUESTIONS, 9, 1))
 
   def rows(name: str) -> Iterator[dict]:
     with gzip.open(pathlib.Path(folder, name), 'rt') as f:
@@ -146,7 +142,8 @@ def seconds(
   return out, time.process_time() - cpu
 
 
-def measure(count: int, words: list[str], questions: list[str]) -> dict:
+def searched(count: int, words: list[str], questions: list[str]) -> dict:
+  """The row of one size."""
   index = open_index(count, words)
   peer = Peer(index)
   (ids, scores), (want, expected) = (
@@ -157,13 +154,12 @@ def measure(count: int, words: list[str], questions: list[str]) -> dict:
     int((edges[:, -1] - edges[:, 0]).sum())
     for edges, _ in map(index._postings, questions)
   ]
-  runs = common.interleave(
+  runs = harness.turns(
     {
       'batch': lambda: seconds(index.search, questions, BATCH),
       'one': lambda: seconds(index.search, questions, 1),
       'peer': lambda: seconds(peer.search, questions, BATCH),
-    },
-    _REPS.value,
+    }
   )
   row = {
     'passages': count,
@@ -191,45 +187,32 @@ def measure(count: int, words: list[str], questions: list[str]) -> dict:
 def followed(few: dict, many: dict) -> dict:
   """Milliseconds at 21 million passages, by the line through two sizes."""
   times = (scale.WIKI - many['passages']) / (many['passages'] - few['passages'])
+  sides = itertools.product(('batch', 'one', 'peer'), ('ms', 'cpu_ms'))
+  names = 'postings_per_query', *map('_'.join, sides)
   return {'passages': scale.WIKI, 'extrapolated': True} | {
-    name: many[name] + times * (many[name] - few[name])
-    for name in (
-      'postings_per_query',
-      *(
-        f'{side}_{unit}'
-        for side in ('batch', 'one', 'peer')
-        for unit in ('ms', 'cpu_ms')
-      ),
-    )
+    name: many[name] + times * (many[name] - few[name]) for name in names
   }
 
 
-def main(argv):
-  if len(argv) > 1:
-    raise app.UsageError(f'unknown arguments: {argv[1:]}')
-  words, questions = (
-    read(_DATA.value)
-    if _DATA.value
-    else ([], list(generated.texts(_QUESTIONS, 9, 1)))
-  )
-  sizes = (_PASSAGES.value // 4, _PASSAGES.value)
+def measure(words: list[str], questions: list[str]) -> list[dict]:
+  sizes = _PASSAGES.value // 4, _PASSAGES.value
   for count in sizes:
     open_index(count, words)
-  common.require_idle(allow=_LOAD.value)
-  before = common.environment()
-  rows = [measure(count, words, questions) for count in sizes]
-  rows.append(followed(*rows))
-  common.report(
-    _OUT.value,
-    'bm25',
-    rows,
-    [
-      common.bar('bm25_1m', rows[1]['ratio'], 2),
-      common.bar('bm25_same_ids', rows[1]['same_ids'], 1),
-    ],
-    before,
-  )
+  rows = [searched(count, words, questions) for count in sizes]
+  return [*rows, followed(*rows)]
+
+
+def bars(rows) -> list[dict]:
+  return [
+    common.bar('bm25_1m', rows[1]['ratio'], 2),
+    common.bar('bm25_same_ids', rows[1]['same_ids'], 1),
+  ]
 
 
 if __name__ == '__main__':
-  app.run(main)
+  command.define_data_dir()
+  _PASSAGES = flags.DEFINE_integer('passages', 1_000_000, 'How many.', 16_000)
+  _FOLDER = flags.DEFINE_string(
+    'folder', 'runs/bm25_benchmark', 'Of the indexes; made if it is not there.'
+  )
+  harness.run('bm25', measure, bars, reps=5, inputs=inputs)

@@ -15,7 +15,6 @@ batch in turns. What HTTP, JSON and two more processes cost is vLLM's as this
 project uses it, so it is in the figure.
 """
 
-import asyncio
 from collections.abc import Iterator
 import contextlib
 import os
@@ -23,29 +22,27 @@ import pathlib
 import statistics
 import tempfile
 import time
+from unittest import mock
 
-from absl import app, flags
 import jax
 import numpy as np
 
 from experiments import common
-from experiments.benchmarks import multiturn
-from experiments.benchmarks.sampler import CASES, NEW, PROMPT, ROWS
+from experiments.benchmarks import harness, models, multiturn
+from experiments.benchmarks.sampler import PROMPT, ROWS, Ids, batch
 from searchrl_jax import schema as config_lib
 from searchrl_jax.devices.signals import Loop
-from searchrl_jax.engines.core import Sampling
 from searchrl_jax.engines.jax import sampler as jax_sampler
 from searchrl_jax.engines.vllm import client
 from searchrl_jax.engines.weights import sync
 from searchrl_jax.models import decoder
 from searchrl_jax.rollout.chains import rollout
 from searchrl_jax.text import tokenizer
-from searchrl_jax.types import Prompt
 
-VOCAB, TRAJECTORIES, BAR = 2048, 96, 1.5
+TRAJECTORIES, BAR = 96, 1.5
 
 
-def make_tokenizer(folder: pathlib.Path) -> tokenizer.Tokenizer:
+def make_tokenizer(folder: pathlib.Path) -> None:
   """A BPE of 2,048 entries over random words: vLLM asks for one."""
   rng = np.random.default_rng(0)
   letters = np.array(list('abcdefghijklmnopqrstuvwxyz'))
@@ -55,29 +52,42 @@ def make_tokenizer(folder: pathlib.Path) -> tokenizer.Tokenizer:
     )
     for _ in range(200)
   ]
-  tokenizer.train_bpe(texts, VOCAB, folder)
-  return tokenizer.load(folder)
+  tokenizer.train_bpe(texts, Ids.vocab_size, folder)
+
+
+def start(loop: Loop, module, cfg, params, config, folder: pathlib.Path):
+  """An engine of a module with these weights, verified; `loop` ends it.
+
+  config: `config.engine`. folder: for its files; a tokenizer lies beside it.
+  """
+  tok = tokenizer.load(folder.parent / 'tokenizer')
+  engine = module.make(cfg, params, tok, config, None, folder)
+  loop.at_exit(engine.shutdown)
+  engine.warmup()
+  canary = np.random.default_rng(1).integers(Ids.vocab_size, size=PROMPT)
+  logps = sync.forward_logps(cfg)
+  loop.run(
+    sync.sync_and_verify(
+      engine,
+      params,
+      1,
+      canary.tolist(),
+      lambda ids: logps(params, ids),
+      config.canary_tolerance,
+    )
+  )
+  return engine
 
 
 @contextlib.contextmanager
 def threads(count: int) -> Iterator[None]:
   """Sets how many threads a vLLM that is started inside computes with."""
-  if count == 1:
-    yield
-    return
-  given = {
+  several = {
     'VLLM_CPU_OMP_THREADS_BIND': f'0-{count - 1}',
     'VLLM_CPU_NUM_OF_RESERVED_CPU': '0',
   }
-  before = {name: os.environ.get(name) for name in given}
-  os.environ |= given
-  try:
+  with mock.patch.dict(os.environ, several if count > 1 else {}):
     yield
-  finally:
-    for name, value in before.items():
-      os.environ.pop(name)
-      if value is not None:
-        os.environ[name] = value
 
 
 class Side:
@@ -88,21 +98,7 @@ class Side:
     self._rng = np.random.default_rng(0)
 
   def single(self) -> dict:
-    prompts = self._rng.integers(VOCAB, size=(ROWS, PROMPT)).tolist()
-    seeds = self._rng.integers(2**31, size=ROWS).tolist()
-
-    async def one(ids, seed):
-      handle = self.engine.open(Prompt(tuple(ids)))
-      done = await self.engine.generate(
-        handle, Sampling(max_tokens=NEW, seed=seed)
-      )
-      self.engine.close(handle)
-      return len(done.logps)
-
-    async def batch():
-      return await asyncio.gather(*map(one, prompts, seeds))
-
-    return self._timed(batch())
+    return self._timed(batch(self.engine, self._rng))
 
   def multi(self) -> dict:
     config = config_lib.base().rollout
@@ -135,40 +131,27 @@ class Side:
     }
 
 
-def measure(case: str, folder: pathlib.Path, reps: int) -> list[dict]:
-  cfg = decoder.DecoderConfig(**CASES[case], family='qwen2')
+def measure(size: str) -> list[dict]:
+  cfg = models.config(size)
   params = decoder.init_params(cfg, jax.random.key(0))
-  tok = make_tokenizer(folder / 'tokenizer')
   config = config_lib.base().engine
   config.slots, config.chunk, config.prefill_rows = ROWS, 16, ROWS
   config.max_len = multiturn.LIMIT
-  canary = np.random.default_rng(1).integers(VOCAB, size=64).tolist()
-  logps = sync.forward_logps(cfg)
   sides, rows = {}, []
-  with Loop() as loop:
-    for name in ('jax', 'vllm_1', 'vllm_2'):
-      kind, _, count = name.partition('_')
-      module = client if kind == 'vllm' else jax_sampler
-      with threads(int(count or 1)):
-        engine = module.make(cfg, params, tok, config, None, folder / name)
-      loop.at_exit(engine.shutdown)
-      engine.warmup()
-      loop.run(
-        sync.sync_and_verify(
-          engine,
-          params,
-          1,
-          canary,
-          lambda ids: logps(params, ids),
-          config.canary_tolerance,
-        )
-      )
-      sides[name] = Side(loop, engine)
+  with tempfile.TemporaryDirectory() as name, Loop() as loop:
+    folder = pathlib.Path(name)
+    make_tokenizer(folder / 'tokenizer')
+    for side, module, count in (
+      ('jax', jax_sampler, 1),
+      ('vllm_1', client, 1),
+      ('vllm_2', client, 2),
+    ):
+      with threads(count):
+        engine = start(loop, module, cfg, params, config, folder / side)
+      sides[side] = Side(loop, engine)
     for kind in ('single', 'multi'):
-      for side in sides.values():
-        getattr(side, kind)()
-      found = common.interleave(
-        {name: getattr(side, kind) for name, side in sides.items()}, reps
+      found = harness.turns(
+        {name: getattr(side, kind) for name, side in sides.items()}, warm=1
       )
       rates = {
         name: statistics.median(r['tokens'] / r['seconds'] for r in runs)
@@ -176,41 +159,27 @@ def measure(case: str, folder: pathlib.Path, reps: int) -> list[dict]:
       }
       rows.append(
         {
-          'case': case,
+          'case': size,
           'turns': kind,
           'parameters': cfg.n_params,
           **{f'{name}_tokens_per_s': rate for name, rate in rates.items()},
-          'ratio': rates['jax'] / max(rates['vllm_1'], rates['vllm_2']),
+          'ratio': rates['jax'] / rates[harness.better(rates, 'vllm')],
           'repetitions': found,
-          'model': CASES[case],
+          'model': models.SIZES[size],
         }
       )
       print(common.table(rows[-1:]), flush=True)
   return rows
 
 
-def main(argv):
-  if len(argv) > 1:
-    raise app.UsageError(f'unknown arguments: {argv[1:]}')
-  common.require_idle(allow=_ALLOW.value)
-  before, rows = common.environment(), []
-  for case in _CASES.value:
-    with tempfile.TemporaryDirectory() as folder:
-      rows += measure(case, pathlib.Path(folder), _REPS.value)
-  # The bar is for the single turn; the rest stands beside it.
-  bars = [
+def bars(rows) -> list[dict]:
+  """For the single turn; the rest stands beside it."""
+  return [
     common.bar(f'engines_{r["case"]}', r['ratio'], BAR)
     for r in rows
     if r['turns'] == 'single'
   ]
-  common.report(_OUT.value, 'engines', rows, bars, before)
 
 
 if __name__ == '__main__':
-  _OUT = flags.DEFINE_string('out', '', 'JSON file to write')
-  _REPS = flags.DEFINE_integer('reps', 3, 'interleaved repetitions', 1)
-  _CASES = flags.DEFINE_list('cases', ['1m', '28m'], 'which models')
-  _ALLOW = flags.DEFINE_bool(
-    'allow_load', False, 'run on a busy machine; the load stands in the file'
-  )
-  app.run(main)
+  harness.run('engines', measure, bars, cases=models.SMALL, reps=3)

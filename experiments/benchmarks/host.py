@@ -27,17 +27,18 @@ that after the rollouts, when all trajectories are there.
 
 import gzip
 import json
-import os
 import pathlib
 import tempfile
 import time
 
-from absl import app, flags
+from absl import flags
 from ml_collections import ConfigDict
 import numpy as np
 
 from configs import search_r1
 from experiments import common
+from experiments.benchmarks import harness, memory
+from searchrl_jax.data import core as data
 from searchrl_jax.devices.signals import Loop
 from searchrl_jax.engines.core import Completion
 from searchrl_jax.evaluate import health
@@ -46,6 +47,7 @@ from searchrl_jax.rewards import core as rewards
 from searchrl_jax.rollout import collector
 from searchrl_jax.rollout.chains import rollout
 from searchrl_jax.rollout.core import trajectory_seed
+from searchrl_jax.run import command
 from searchrl_jax.store.writer import Writer
 from searchrl_jax.text import prompts, tokenizer
 from searchrl_jax.text.env import SearchEnv
@@ -92,6 +94,8 @@ class Script:
     ]
     self.questions, self._turns, self._found = [], {}, {}
 
+    think = tok.encode_template(template.think[0])
+
     def some(n):
       at = int(rng.integers(len(words) - n))
       return ' '.join(words[at : at + n])
@@ -109,20 +113,9 @@ class Script:
           act = some(2 if last else 8)
           if last and rng.random() < 0.4:
             act = answer
-          said.append(
-            (
-              np.concatenate(
-                [
-                  tok.encode_template(template.think[0]),
-                  ids[at : at + n],
-                  tok.encode_template(
-                    f'{template.think[1]}\n{opening}{act}{closing}'
-                  ),
-                ]
-              ).astype(np.int32),
-              closing,
-            )
-          )
+          end = f'{template.think[1]}\n{opening}{act}{closing}'
+          parts = think, ids[at : at + n], tok.encode_template(end)
+          said.append((np.concatenate(parts).astype(np.int32), closing))
           self._found[f'q{q}/solver/{sample}', turn] = rng.integers(
             len(passages), size=3
           )
@@ -190,7 +183,7 @@ class Stages:
 
   def __init__(self):
     self.rows = []
-    pathlib.Path('/proc/self/clear_refs').write_text('5')  # peak: from now on
+    memory.restart_peak()
 
   def __call__(self, name: str, fn):
     wall, cpu = time.monotonic(), time.process_time()
@@ -206,12 +199,6 @@ class Stages:
 
   def total(self, what: str) -> float:
     return sum(row[what] for row in self.rows)
-
-
-def _memory(field: str) -> int:
-  """A field of this process's status, in bytes."""
-  status = pathlib.Path('/proc/self/status').read_text()
-  return int(status.split(f'{field}:')[1].split()[0]) * 1024
 
 
 def step(config, env, tok, script, questions, writer, loop) -> dict:
@@ -231,7 +218,7 @@ def step(config, env, tok, script, questions, writer, loop) -> dict:
       )
     ),
   )
-  held = _memory('VmRSS')
+  held = memory.of('VmRSS')
   reward = stage(
     'reward',
     lambda: loop.run(
@@ -304,86 +291,58 @@ def step(config, env, tok, script, questions, writer, loop) -> dict:
     ),
     'cpu_seconds': stage.total('cpu_seconds'),
     'wait_seconds': waited,
-    'memory_bytes': max(_memory('VmHWM') - held, 0),
+    'memory_bytes': max(memory.of('VmHWM') - held, 0),
     'disk_bytes': sum(f.stat().st_size for f in files),
     'health': {k: v for k, v in metrics.items() if k.startswith('health/')},
   }
 
 
-def main(argv):
-  if len(argv) > 1:
-    raise app.UsageError(f'unknown arguments: {argv[1:]}')
-  common.require_idle(allow=_ALLOW.value)
-  before = common.environment()
+def measure() -> list[dict]:
   config = search_r1.get_config('model=none,version=v0.2')
   config.model.path = ''
   config.log.tensorboard = False
   config.env.max_turns = SEARCHES
   config.rollout.questions = _QUESTIONS.value
   config.algorithm.kl = 'none'  # the reference is the model's matter
+  folder = data.data_dir(config.data)
   config.data.train = config.data.eval = ConfigDict()
-  folder = (
-    _DATA.value
-    or os.environ.get('SEARCHRL_DATA')
-    or (common.ROOT.parent / 'shared/data')
-  )
-  folder = pathlib.Path(folder)
-  if not folder.is_dir():
-    folder = None
-  passages = load_passages(folder)
+  passages = load_passages(pathlib.Path(folder) if folder else None)
   with tempfile.TemporaryDirectory() as scratch:
-    tok = (
-      tokenizer.load(folder / 'qwen_tokenizer')
-      if folder
-      else (
-        tokenizer.train_bpe((t for _, t in passages), 32000, f'{scratch}/bpe')
-      )
-    )
-    env = SearchEnv(
-      tok,
-      prompts.load(config.env.template),
-      config.env,
-      'template',
-      config.source.k,
-    )
+    if folder:
+      tok = tokenizer.load(f'{folder}/qwen_tokenizer')
+    else:
+      texts = (text for _, text in passages)
+      tok = tokenizer.train_bpe(texts, 32000, f'{scratch}/bpe')
+    template = prompts.load(config.env.template)
+    env = SearchEnv(tok, template, config.env, 'template', config.source.k)
     script = Script(
-      tok, env.template, passages, _QUESTIONS.value, config.rollout.group
+      tok, template, passages, _QUESTIONS.value, config.rollout.group
     )
     # One question first: what is imported once is not a step's matter.
     for questions in script.questions[:1], script.questions:
       writer = Writer(f'{scratch}/{len(questions)}', config, step=0, steps=1)
       with Loop() as loop:
         found = step(config, env, tok, script, questions, writer, loop)
-  rows = [{'text': 'real' if folder else 'generated', **found}]
-  print(common.table(found.pop('stages')))
-  common.report(
-    _OUT.value,
-    'host',
-    rows,
-    [
-      common.bar('host_seconds', found['cpu_seconds'], 20, at_most=True),
-      common.bar('host_wait_seconds', found['wait_seconds'], 5, at_most=True),
-      common.bar(
-        'host_memory_gb', found['memory_bytes'] / 1e9, 1, at_most=True
-      ),
-      common.bar(
-        'host_bytes_per_token',
-        found['disk_bytes'] / found['tokens'],
-        5,
-        at_most=True,
-      ),
-    ],
-    before,
-  )
+  print(common.table(found['stages']))
+  return [{'text': 'real' if folder else 'generated', **found}]
+
+
+def bars(rows) -> list[dict]:
+  [row] = rows
+  return [
+    common.bar(f'host_{name}', value, bar, at_most=True)
+    for name, value, bar in (
+      ('seconds', row['cpu_seconds'], 20),
+      ('wait_seconds', row['wait_seconds'], 5),
+      ('memory_gb', row['memory_bytes'] / 1e9, 1),
+      ('bytes_per_token', row['disk_bytes'] / row['tokens'], 5),
+    )
+  ]
 
 
 if __name__ == '__main__':
-  _OUT = flags.DEFINE_string('out', '', 'JSON file to write')
-  _DATA = flags.DEFINE_string('data_dir', '', 'the folder of real data')
+  command.define_data_dir()
   _QUESTIONS = flags.DEFINE_integer(
-    'questions', 512, 'questions of the step, 5 trajectories each', 1
+    'questions', 512, 'Questions of the step, 5 trajectories each.', 1
   )
-  _ALLOW = flags.DEFINE_bool(
-    'allow_load', False, 'run on a busy machine; the load stands in the file'
-  )
-  app.run(main)
+  harness.run('host', measure, bars)

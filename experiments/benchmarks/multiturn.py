@@ -26,12 +26,13 @@ import statistics
 import time
 from typing import Any
 
-from absl import app, flags
 import jax
 from ml_collections import ConfigDict
 import numpy as np
 
 from experiments import common
+from experiments.benchmarks import harness, models
+from experiments.benchmarks.sampler import Ids
 from searchrl_jax import schema as config_lib
 from searchrl_jax.engines.core import Sampling
 from searchrl_jax.engines.jax import device
@@ -47,15 +48,12 @@ from searchrl_jax.types import (
   Trajectory,
 )
 
-VOCAB, PROMPT, OBSERVATION = 2048, 64, 32  # ids, tokens, tokens
+PROMPT, OBSERVATION = 64, 32  # tokens
 SEARCHES = 4  # of one trajectory at most; it has 1 to 4
 MEAN, LONGEST = 32, 128  # sampled tokens of a turn
 LIMIT = PROMPT + SEARCHES * (OBSERVATION + LONGEST) + LONGEST
 SLOTS, TRAJECTORIES = 32, 256  # eight for each slot
-MODEL = decoder.DecoderConfig(
-  vocab_size=VOCAB, d_model=128, n_layers=4, n_heads=4, n_kv_heads=2,
-  head_dim=32, d_ff=512, family='qwen2',
-)  # fmt: skip
+MODEL = models.config('1m', d_ff=512)
 SECONDS = 0.5  # a search takes half to one and a half times as long
 
 
@@ -135,8 +133,8 @@ def questions(count: int, seed: int) -> list[Question]:
       f'{seed}-{i}',
       '',
       meta={
-        'prompt': rng.integers(VOCAB, size=PROMPT),
-        'observation': rng.integers(VOCAB, size=OBSERVATION),
+        'prompt': rng.integers(Ids.vocab_size, size=PROMPT),
+        'observation': rng.integers(Ids.vocab_size, size=OBSERVATION),
         'lengths': [int(n) for n in lengths],
       },
     )
@@ -204,15 +202,6 @@ def make_engine(slots: int, host_gib: float = 1.0) -> tuple[JaxSampler, dict]:
   return engine, params
 
 
-class Ids:
-  """No stop strings are used, so ids need no text."""
-
-  vocab_size = VOCAB
-
-  def token_bytes(self, token_id: int) -> bytes:
-    return b''
-
-
 DRIVERS = {
   'free_slots': lambda *x: free(*x, SLOTS),
   'free_2x': lambda *x: free(*x, 2 * SLOTS),
@@ -224,100 +213,79 @@ DRIVERS = {
 }
 
 
-def measure(name: str, engine, items) -> dict[str, float]:
+def timed(name: str, engine, items) -> dict[str, float]:
   """One repetition: trajectories/s and what the engine counted meanwhile."""
   before = engine.stats()
   begin = time.monotonic()
   DRIVERS[name](engine, items)
   seconds = time.monotonic() - begin
   after = engine.stats()
+  counted = (
+    'generated_tokens',
+    'recomputed_tokens',
+    'evictions',
+    'decode_steps',
+  )
   return {
     'seconds': seconds,
     'trajectories_per_s': len(items) / seconds,
-    **{
-      k: after[k] - before[k]
-      for k in (
-        'generated_tokens',
-        'recomputed_tokens',
-        'evictions',
-        'decode_steps',
-      )
-    },
+    **{k: after[k] - before[k] for k in counted},
     'host_bytes': after['host_bytes'],  # the most so far, of all repetitions
   }
 
 
-def main(argv):
-  if len(argv) > 1:
-    raise app.UsageError(f'unknown arguments: {argv[1:]}')
-  common.require_idle(allow=_ALLOW.value)
-  before = common.environment()
-  tight = (31 + 1) * row_bytes() / 2**30
+def tight_gib() -> float:
+  """Host memory that holds 31 paused sequences of LIMIT tokens."""
+  config = config_lib.base().engine
+  config.max_len = LIMIT
+  tokens = device.room(MODEL, config).size(LIMIT)
+  return (31 + 1) * tokens * device.bytes_per_token(MODEL) / 2**30
+
+
+def measure() -> list[dict]:
   engines = {
-    name: make_engine(SLOTS, tight if name == 'free_tight' else 1.0)[0]
+    name: make_engine(SLOTS, tight_gib() if name == 'free_tight' else 1.0)[0]
     for name in DRIVERS
   }
   for name, engine in engines.items():  # the first use of each costs more
-    measure(name, engine, questions(SLOTS // 2, seed=0))
+    timed(name, engine, questions(SLOTS // 2, seed=0))
   items = questions(TRAJECTORIES, seed=1)
-  found = common.interleave(
+  found = harness.turns(
     {
-      name: functools.partial(measure, name, engine, items)
+      name: functools.partial(timed, name, engine, items)
       for name, engine in engines.items()
-    },
-    _REPS.value,
+    }
   )
-  rows = [
+  return [
     {'driver': name, 'repetition': i, **row}
     for name, repetitions in found.items()
     for i, row in enumerate(repetitions)
   ]
+
+
+def bars(rows) -> list[dict]:
+  of = {name: [r for r in rows if r['driver'] == name] for name in DRIVERS}
   speed = {
-    name: statistics.median(row['trajectories_per_s'] for row in repetitions)
-    for name, repetitions in found.items()
+    name: statistics.median(r['trajectories_per_s'] for r in repetitions)
+    for name, repetitions in of.items()
   }
-  free_rows = [row for row in rows if row['driver'].startswith('free')]
-  default = speed['free_default']
-  bars = [
-    common.bar('multiturn_barrier', default / speed['barrier_each'], 1.5),
-    common.bar('multiturn_default', default / speed['free_slots'], 1.0),
-    common.bar(
-      'multiturn_default_of_best',
-      default / max(speed[row['driver']] for row in free_rows),
-      0.95,
-    ),
-    common.bar(
-      'multiturn_host',
-      found['free_tight'][-1]['host_bytes'] / 2**30 / tight,
-      1.0,
-      at_most=True,
-    ),
-    common.bar(
-      'multiturn_recomputed_tokens',
-      sum(row['recomputed_tokens'] for row in free_rows),
-      0,
-      at_most=True,
-    ),
-  ]
+  free_names = [name for name in DRIVERS if name.startswith('free')]
+  default, best = speed['free_default'], max(map(speed.get, free_names))
+  host = of['free_tight'][-1]['host_bytes'] / 2**30 / tight_gib()
+  again = sum(r['recomputed_tokens'] for name in free_names for r in of[name])
   print(
     'against a barrier whose searches of a turn take their time once: '
     f'{default / speed["barrier_one"]:.2f}x; with host memory for 31 '
     f'sequences: {speed["free_tight"] / default:.2f}x of the default'
   )
-  common.report(_OUT.value, 'multiturn', rows, bars, before)
-
-
-def row_bytes() -> int:
-  """Of one paused sequence of LIMIT tokens."""
-  config = config_lib.base().engine
-  config.max_len = LIMIT
-  return device.room(MODEL, config).size(LIMIT) * device.bytes_per_token(MODEL)
+  return [
+    common.bar('multiturn_barrier', default / speed['barrier_each'], 1.5),
+    common.bar('multiturn_default', default / speed['free_slots'], 1.0),
+    common.bar('multiturn_default_of_best', default / best, 0.95),
+    common.bar('multiturn_host', host, 1.0, at_most=True),
+    common.bar('multiturn_recomputed_tokens', again, 0, at_most=True),
+  ]
 
 
 if __name__ == '__main__':
-  _OUT = flags.DEFINE_string('out', '', 'JSON file to write')
-  _REPS = flags.DEFINE_integer('reps', 3, 'interleaved repetitions', 2)
-  _ALLOW = flags.DEFINE_bool(
-    'allow_load', False, 'run on a busy machine; the load stands in the file'
-  )
-  app.run(main)
+  harness.run('multiturn', measure, bars, reps=3)

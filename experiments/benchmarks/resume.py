@@ -9,77 +9,60 @@ for bit. Bar: resume_bitwise = 3 of 3.
 """
 
 import hashlib
+import itertools
 import os
 import pathlib
 import signal
 import subprocess
-import sys
 import tempfile
+import threading
 
-from absl import app, flags
+import jax
+import numpy as np
 
 from experiments import common
+from experiments.benchmarks import harness
+from retrieval import process
+from searchrl_jax import train
+from searchrl_jax.learn import objectives, optim, update
+from searchrl_jax.models import parameters
+from searchrl_jax.run import build
+from searchrl_jax.store import checkpoint, records
+from searchrl_jax.worlds import microworld
+from tests import tiny
 
 PLACES = ('update', 'save', 'rollout')
 
-_OUT = flags.DEFINE_string('out', '', 'JSON file to write.')
-_LOAD = flags.DEFINE_bool('allow_load', False, 'Run on a busy machine.')
 
-
-def child(place: str, folder: str, url: str) -> None:
+def doomed(place: str, folder: str, url: str) -> None:
   """Trains; kills itself once it is inside `place`, unless it was killed."""
-  import threading
-
-  from searchrl_jax import train
-  from searchrl_jax.learn import update
-  from searchrl_jax.store import checkpoint
-  from tests import tiny
-
   config = tiny.config(url)
   config.train.steps = 4
   mark = pathlib.Path(folder).with_suffix('.killed')
   if place and not mark.exists():
-    seen = {'n': 0}
-
-    def die_soon(seconds):
-      def die():
-        mark.touch()
-        os.kill(os.getpid(), signal.SIGKILL)
-
-      threading.Timer(seconds, die).start()
-
-    def doomed(owner, name, nth, seconds):
-      real = getattr(owner, name)
-
-      def call(*args, **kw):
-        seen['n'] += 1
-        if seen['n'] == nth:
-          die_soon(seconds)
-        return real(*args, **kw)
-
-      setattr(owner, name, call)
-
     # The delay lets the call begin its work; all of them take longer.
-    if place == 'update':
-      doomed(update.Updater, 'step', 3, 0.001)
-    elif place == 'save':
-      doomed(checkpoint.Checkpointer, 'save', 2, 0.01)
-    else:
-      doomed(train, 'rollout', 3, 0.005)
+    owner, name, nth, delay = {
+      'update': (update.Updater, 'step', 3, 0.001),
+      'save': (checkpoint.Checkpointer, 'save', 2, 0.01),
+      'rollout': (train, 'rollout', 3, 0.005),
+    }[place]
+    real, calls = getattr(owner, name), itertools.count(1)
+
+    def die():
+      mark.touch()
+      os.kill(os.getpid(), signal.SIGKILL)
+
+    def call(*args, **kw):
+      if next(calls) == nth:
+        threading.Timer(delay, die).start()
+      return real(*args, **kw)
+
+    setattr(owner, name, call)
   train.train(config, folder)
 
 
 def digest(folder: str) -> dict[str, str]:
   """Hashes of the final state and of everything that was sampled."""
-  import jax
-  import numpy as np
-
-  from searchrl_jax.learn import objectives, optim, update
-  from searchrl_jax.models import parameters
-  from searchrl_jax.run import build
-  from searchrl_jax.store import checkpoint, records
-  from tests import tiny
-
   config = tiny.config()
   tok = build.tokenizer(config, folder)
   cfg = parameters.model_config(config, tok.vocab_size)
@@ -113,50 +96,36 @@ def digest(folder: str) -> dict[str, str]:
   }
 
 
-def run_child(place: str, folder: str, url: str) -> int:
-  # The model compiles once for all children.
+def run(place: str, folder: str, url: str) -> int:
+  """The exit status of a run that is killed in `place`, or goes on."""
+  # The model compiles once for all of them.
   compiled = pathlib.Path(folder).parent / 'compiled'
-  env = dict(os.environ, JAX_COMPILATION_CACHE_DIR=str(compiled))
-  return subprocess.run(
-    [
-      sys.executable,
-      '-m',
-      'experiments.benchmarks.resume',
-      '--child',
-      place,
-      folder,
-      url,
-    ],
-    env=env,
+  return harness.child(
+    doomed,
+    place,
+    folder,
+    url,
+    env={'JAX_COMPILATION_CACHE_DIR': str(compiled)},
     stdout=subprocess.DEVNULL,
     stderr=subprocess.DEVNULL,
   ).returncode
 
 
-def main(argv):
-  del argv
-  if not _LOAD.value:
-    common.require_idle()
-  environment = common.environment()
-  from retrieval import process
-  from searchrl_jax.worlds import microworld
-  from tests import tiny
-
+def measure() -> list[dict]:
+  rows = []
   with tempfile.TemporaryDirectory() as scratch:
     root = pathlib.Path(scratch)
     world = microworld.generate(3, **tiny.WORLD)
     corpus = microworld.write(world, root / 'world')['corpus']
     with process.start_server(corpus, log_path=root / 'log') as server:
       whole = str(root / 'whole')
-      status = run_child('', whole, server.url)
-      if status:
-        raise SystemExit(f'the uninterrupted run failed with status {status}')
+      if status := run('', whole, server.url):
+        raise RuntimeError(f'the uninterrupted run ended with status {status}')
       wanted = digest(whole)
-      rows = []
       for place in PLACES:
         folder = str(root / place)
-        killed = run_child(place, folder, server.url)
-        resumed = run_child(place, folder, server.url)
+        killed = run(place, folder, server.url)
+        resumed = run(place, folder, server.url)
         got = digest(folder)
         rows.append(
           {
@@ -167,13 +136,13 @@ def main(argv):
             **got,
           }
         )
+  return rows
+
+
+def bars(rows) -> list[dict]:
   held = sum(r['bitwise'] for r in rows)
-  bars = [common.bar('resume_bitwise', held, 3)]
-  common.report(_OUT.value, 'resume', rows, bars, environment)
+  return [common.bar('resume_bitwise', held, len(PLACES))]
 
 
 if __name__ == '__main__':
-  if sys.argv[1:2] == ['--child']:
-    child(*sys.argv[2:5])
-  else:
-    app.run(main)
+  harness.run('resume', measure, bars)

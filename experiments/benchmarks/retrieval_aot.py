@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 
-from absl import app, flags
+from absl import flags
 
 from searchrl_jax.aot import topology
 
@@ -35,6 +35,7 @@ from jax.sharding import Mesh
 import numpy as np
 
 from experiments import common
+from experiments.benchmarks import harness
 from retrieval.index import dense_programs
 from retrieval.index.dense_programs import GROUP, Programs
 from searchrl_jax.aot import hlo
@@ -53,10 +54,6 @@ _CASES = (
   ('int8', 128, 3),
 )
 _CANDIDATES = {3: 16, 100: 256}  # as DenseJax keeps them; int8: 64
-
-_OUT = flags.DEFINE_string('out', '', 'JSON file to write.')
-_PASSAGES = flags.DEFINE_integer('passages', 21_015_324, 'How many.', 1)
-_DIM = flags.DEFINE_integer('dim', 768, 'Numbers of a vector.', 32)
 
 
 def kernel() -> dict:
@@ -137,42 +134,26 @@ def case(mesh: Mesh, precision: str, queries: int, k: int) -> dict:
   }
 
 
-def main(argv):
-  if len(argv) > 1:
-    raise app.UsageError(f'unknown arguments: {argv[1:]}')
-  before = common.environment()
+def measure() -> list[dict]:
   mesh = Mesh(np.array(_H200.devices()), ('data',))
-  rows = [case(mesh, *which) for which in _CASES]
+  return [case(mesh, *which) for which in _CASES]
+
+
+def bars(rows) -> list[dict]:
   plain = [r for r in rows if not r['case'].startswith('int8')]
-  common.report(
-    _OUT.value,
-    'retrieval_aot',
-    rows,
-    [
-      # Maxima are 1/64 of the scores; for 100 passages a query what is scored
-      # again is as much.
-      common.bar(
-        'largest_buffer_of_scores',
-        max(r['written_of_scores'] for r in rows),
-        1 / 60,
-        at_most=True,
-      ),
-      common.bar(
-        'temporaries_of_corpus',
-        max(r['temp_mb'] / 1e3 / r['argument_gb'] for r in plain),
-        0.03,
-        at_most=True,
-      ),
-      common.bar(
-        'spilled_bytes',
-        max(r.get('spilled_bytes', 0) for r in rows),
-        0,
-        at_most=True,
-      ),
-    ],
-    before,
-  )
+  written = max(r['written_of_scores'] for r in rows)
+  temporary = max(r['temp_mb'] / 1e3 / r['argument_gb'] for r in plain)
+  spilled = max(r.get('spilled_bytes', 0) for r in rows)
+  return [
+    # Maxima are 1/64 of the scores; for 100 passages a query what is scored
+    # again is as much.
+    common.bar('largest_buffer_of_scores', written, 1 / 60, at_most=True),
+    common.bar('temporaries_of_corpus', temporary, 0.03, at_most=True),
+    common.bar('spilled_bytes', spilled, 0, at_most=True),
+  ]
 
 
 if __name__ == '__main__':
-  app.run(main)
+  _PASSAGES = flags.DEFINE_integer('passages', 21_015_324, 'How many.', 1)
+  _DIM = flags.DEFINE_integer('dim', 768, 'Numbers of a vector.', 32)
+  harness.run('retrieval_aot', measure, bars, timed=lambda: False)

@@ -26,18 +26,19 @@ import statistics
 import tempfile
 import time
 
-from absl import app, flags
+from absl import flags
 import jax
 import jax.numpy as jnp
 import numpy as np
 import safetensors.numpy
 
 from experiments import common
+from experiments.benchmarks import harness
 from retrieval.index.dense_jax import DenseJax
 from retrieval.index.encoder import Encoder
 from tests.golden import encoders as golden
 
-_E5_BASE = {
+E5_BASE = {
   'vocab_size': 30522,
   'num_hidden_layers': 12,
   'num_attention_heads': 12,
@@ -46,15 +47,23 @@ _E5_BASE = {
 }
 
 
-def make_encoder(folder: pathlib.Path, dim: int, small: bool) -> Encoder:
-  """An encoder of e5-base's shape, or of two layers, with random weights."""
-  config = golden.CONFIG | ({} if small else _E5_BASE)
+def write_encoder(
+  folder: pathlib.Path, dim: int, small: bool = False
+) -> pathlib.Path:
+  """Random weights of e5-base's shape, or of two layers; no tokenizer."""
+  config = golden.CONFIG | ({} if small else E5_BASE)
   config |= {'hidden_size': dim}
   model = folder / 'e5-generated'
   golden.write_json(model / 'config.json', config)
   safetensors.numpy.save_file(
     golden.tensors(config), model / 'model.safetensors'
   )
+  return model
+
+
+def make_encoder(folder: pathlib.Path, dim: int, small: bool) -> Encoder:
+  """An encoder with random weights, and a tokenizer of few words."""
+  model = write_encoder(folder, dim, small)
   golden.write_tokenizer(model)
   return Encoder(model)
 
@@ -96,11 +105,7 @@ def seconds_of(call, calls: int) -> float:
   return (time.perf_counter() - start) / calls
 
 
-def main(argv):
-  if len(argv) > 1:
-    raise app.UsageError(f'unknown arguments: {argv[1:]}')
-  common.require_idle(allow=_LOAD.value)
-  before = common.environment()
+def measure() -> list[dict]:
   device = jax.devices()[0]
   copy, moved = copier(_COPY.value)
   with tempfile.TemporaryDirectory() as folder:
@@ -119,25 +124,21 @@ def main(argv):
     'search': lambda: index.search(queries, _K.value)[0],
     'encode': lambda: encoder.encode_queries(queries),
   }
-  sides = {
-    name: functools.partial(seconds_of, call, _CALLS.value)
-    for name, call in calls.items()
-  }
-  for side in sides.values():  # compiles
-    side()
-  seconds = common.interleave(sides, _REPS.value)
+  seconds = harness.turns(
+    {
+      name: functools.partial(seconds_of, call, _CALLS.value)
+      for name, call in calls.items()
+    },
+    warm=1,
+  )
   took = {name: statistics.median(found) for name, found in seconds.items()}
   corpus = 2 * _PASSAGES.value * _DIM.value
-  bandwidth = {
-    'copy': moved / took['copy'],
-    'pass': corpus / took['pass'],
-    'search': corpus / took['search'],
-  }
-  rows = [
+  moved = {'copy': moved, 'pass': corpus, 'search': corpus, 'encode': 0}
+  return [
     {
       'case': name,
       'ms': 1e3 * took[name],
-      'gb_per_s': bandwidth.get(name, 0) / 1e9,
+      'gb_per_s': moved[name] / took[name] / 1e9,
       'queries_per_s': 0 if name == 'copy' else _BATCH.value / took[name],
       'device': device.device_kind,
       'devices': jax.device_count(),
@@ -148,22 +149,22 @@ def main(argv):
       'encoder_dtype': encoder.dtype,
       'seconds': seconds[name],
     }
-    for name in sides
+    for name in calls
   ]
-  bars = [
-    common.bar(name, bandwidth[side] / bandwidth['copy'], 0.6) | {'goal': 0.8}
+
+
+def bars(rows) -> list[dict]:
+  speed = {row['case']: row['gb_per_s'] for row in rows}
+  return [
+    common.bar(name, speed[side] / speed['copy'], 0.6) | {'goal': 0.8}
     for name, side in (
       ('search_bandwidth', 'pass'),
       ('search_bandwidth_with_encoder', 'search'),
     )
   ]
-  common.report(_OUT.value, 'retrieval_gpu', rows, bars, before)
 
 
 if __name__ == '__main__':
-  _OUT = flags.DEFINE_string('out', '', 'JSON file to write.')
-  _LOAD = flags.DEFINE_bool('allow_load', False, 'Run on a busy machine.')
-  _REPS = flags.DEFINE_integer('reps', 5, 'Repetitions.', lower_bound=3)
   _CALLS = flags.DEFINE_integer('calls', 10, 'Searches of one repetition.', 1)
   _PASSAGES = flags.DEFINE_integer('passages', 10_000_000, 'How many.', 1)
   _DIM = flags.DEFINE_integer('dim', 768, 'Numbers of a vector.', 32)
@@ -171,4 +172,4 @@ if __name__ == '__main__':
   _K = flags.DEFINE_integer('k', 3, 'Passages for a query.', 1)
   _COPY = flags.DEFINE_integer('copy_mb', 4096, 'Of the array copied.', 1)
   _SMALL = flags.DEFINE_bool('small_encoder', False, 'Two layers, for a look.')
-  app.run(main)
+  harness.run('retrieval_gpu', measure, bars, reps=5)

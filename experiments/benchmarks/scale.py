@@ -26,23 +26,19 @@ vocabulary, slower than a line: terms, and memory of the index build.
 """
 
 from collections.abc import Sequence
-import contextlib
+import functools
 import json
 import math
-import os
 import pathlib
 import string
-import subprocess
-import sys
 import tempfile
-import threading
 import time
 
-from absl import app, flags
+from absl import flags
 import numpy as np
 
 from experiments import common
-from experiments.benchmarks import generated
+from experiments.benchmarks import generated, harness, memory
 
 WIKI = 21_015_324  # passages of wiki-18
 STEPS = ('generate', 'store', 'bm25', 'search', 'vectors', 'flat', 'ivf')
@@ -51,14 +47,6 @@ _QUERY_WORDS, _QUERIES = 9, 128
 _IVF = 'IVF1024,PQ64'
 _HNSW, _LINKED = 'HNSW64', 65_536  # vectors in the graph
 _ENCODED = 64  # passages
-_E5_BASE = {
-  'vocab_size': 30522,
-  'hidden_size': generated.DIM,
-  'num_hidden_layers': 12,
-  'num_attention_heads': 12,
-  'intermediate_size': 3072,
-  'max_position_embeddings': 512,
-}
 
 
 def generate(folder: pathlib.Path, count: int) -> dict:
@@ -84,7 +72,7 @@ def bm25(folder: pathlib.Path, count: int) -> dict:
   lengths = json.loads((folder / 'bm25/bm25.json').read_text())['lengths']
   return {
     'disk_bytes': _size(folder / 'bm25'),
-    # Of a file without a name, which `Peak` does not see.
+    # Of a file without a name, which `memory.Peak` does not see.
     'temporary_bytes': (8 + 4) * lengths['values'],
     'scores': lengths['values'],
     'terms': lengths['terms'],
@@ -100,23 +88,20 @@ def search(folder: pathlib.Path, count: int) -> dict:
   index = BM25Index.open(folder / 'bm25')
   opened = time.perf_counter() - begun
   queries = list(generated.texts(_QUERIES, _QUERY_WORDS, 1))
-  index.search(queries, 3)  # pages of the index are in memory from here on
-  single = []
-  for query in queries:
-    begun = time.perf_counter()
+
+  def read(query: str) -> None:
     ids, _ = index.search([query], 3)
     for i in ids[0]:
       if i >= 0:
         corpus[i]
-    single.append(time.perf_counter() - begun)
-  begun = time.perf_counter()
-  index.search(queries, 3)
-  batch = time.perf_counter() - begun
+
+  index.search(queries, 3)  # pages of the index are in memory from here on
+  single = [harness.seconds(read, query) for query in queries]
   return {
     'open_s': opened,
     'one_query_s': float(np.median(single)),
     'one_query_p99_s': float(np.quantile(single, 0.99)),
-    'batch_128_s': batch,
+    'batch_128_s': harness.seconds(index.search, queries, 3),
   }
 
 
@@ -126,96 +111,76 @@ def vectors(folder: pathlib.Path, count: int) -> dict:
 
   corpus = open_store(folder / 'corpus.arrow')
   encoder = generated.Generated()
-  begun = time.perf_counter()
-  vectors.encode(corpus, encoder, folder, dtype='float16')
-  seconds = time.perf_counter() - begun
+  seconds = harness.seconds(
+    lambda: vectors.encode(corpus, encoder, folder, dtype='float16')
+  )
   return {
     'disk_bytes': _size(folder / 'vectors.npy'),
     'work_s': seconds - encoder.seconds,
   }
 
 
-def flat(folder: pathlib.Path, count: int) -> dict:
-  return _faiss(folder, 'Flat')
-
-
-def ivf(folder: pathlib.Path, count: int) -> dict:
-  return _faiss(folder, _IVF)
-
-
-def _faiss(folder: pathlib.Path, factory: str) -> dict:
+def _faiss(folder: pathlib.Path, count: int, factory: str) -> dict:
   from retrieval.index import dense_faiss
   from retrieval.index.vectors import open_vectors
 
   rows, path = open_vectors(folder), folder / 'faiss.index'
-  begun = time.perf_counter()
-  dense_faiss.build(rows, factory, path)
-  seconds = time.perf_counter() - begun
+  seconds = harness.seconds(dense_faiss.build, rows, factory, path)
   index, made = dense_faiss.DenseFaiss(path, None), [*folder.glob('faiss.*')]
   q = rows[:: len(rows) // _QUERIES][:_QUERIES].astype(np.float32)
   index.search_vectors(q, 3)  # pages of the index are in memory from here on
-  single = []
-  for one in q[:16]:
-    begun = time.perf_counter()
-    index.search_vectors(one[None], 3)
-    single.append(time.perf_counter() - begun)
-  begun = time.perf_counter()
-  index.search_vectors(q, 3)
-  batch = time.perf_counter() - begun
+  single = [
+    harness.seconds(index.search_vectors, one[None], 3) for one in q[:16]
+  ]
   found = {
     'disk_bytes': sum(map(_size, made)),
     'work_s': seconds,
     'one_query_s': float(np.median(single)),
-    'batch_128_s': batch,
+    'batch_128_s': harness.seconds(index.search_vectors, q, 3),
   }
   for part in made:
     part.unlink()
   return found
 
 
+flat = functools.partial(_faiss, factory='Flat')
+ivf = functools.partial(_faiss, factory=_IVF)
+
+
 def hnsw(folder: pathlib.Path, count: int) -> dict:
   from retrieval.index import dense_faiss
 
-  rows, path = (
-    generated.Generated().encode_passages([''] * count),
-    folder / 'a.index',
-  )
-  begun = time.perf_counter()
-  dense_faiss.build(rows, _HNSW, path)
-  return {'disk_bytes': _size(path), 'work_s': time.perf_counter() - begun}
+  rows = generated.Generated().encode_passages([''] * count)
+  path = folder / 'a.index'
+  seconds = harness.seconds(dense_faiss.build, rows, _HNSW, path)
+  return {'disk_bytes': _size(path), 'work_s': seconds}
 
 
 def encode(folder: pathlib.Path, count: int) -> dict:
-  """Passages a second of an encoder of e5-base's size; `count` is ignored."""
-  import safetensors.numpy
+  """Passages a second of an encoder of e5-base's size, random weights."""
   import tokenizers
 
+  from experiments.benchmarks import retrieval_gpu
   from retrieval.index.encoder import Encoder
   from tests.golden import encoders as golden
 
-  model = folder / 'e5-generated'
-  config = golden.CONFIG | _E5_BASE
-  golden.write_json(model / 'config.json', config)
-  safetensors.numpy.save_file(
-    golden.tensors(config), model / 'model.safetensors'
-  )
+  model = retrieval_gpu.write_encoder(folder, generated.DIM)
   pieces = [c for c in string.printable if not c.isspace() and not c.isupper()]
   vocabulary = [*golden.VOCAB[:5], *pieces, *(f'##{c}' for c in pieces)]
-  frequent = (generated.word(rank) for rank in range(2 * config['vocab_size']))
+  size = retrieval_gpu.E5_BASE['vocab_size']
+  frequent = (generated.word(rank) for rank in range(2 * size))
   vocabulary = list(dict.fromkeys([*vocabulary, *frequent]))
   tokenizers.BertWordPieceTokenizer(
-    {token: i for i, token in enumerate(vocabulary[: config['vocab_size']])}
+    {token: i for i, token in enumerate(vocabulary[:size])}
   ).save(str(model / 'tokenizer.json'))
   encoder = Encoder(model)
-  passages = list(generated.texts(_ENCODED, _WORDS, 0))
+  passages = list(generated.texts(count, _WORDS, 0))
   tokens = sum(
     int(lengths[: len(at)].sum())
     for at, _, lengths in encoder.batches(passages, 'passage')
   )
   encoder.encode_passages(passages)  # compiles
-  begun = time.perf_counter()
-  encoder.encode_passages(passages)
-  seconds = time.perf_counter() - begun
+  seconds = harness.seconds(encoder.encode_passages, passages)
   return {
     'passages_per_s': len(passages) / seconds,
     'tokens_per_passage': tokens / len(passages),
@@ -227,87 +192,32 @@ def _size(path: pathlib.Path) -> int:
   return sum(file.stat().st_size for file in files)
 
 
-class Peak:
-  """The most memory that no file backs, and disk, while its block runs.
-
-  Linux: of this process; of the files in `folder`.
-  """
-
-  def __init__(self, folder: pathlib.Path):
-    self._folder = folder
-
-  def __enter__(self):
-    self.bytes, self.disk, self._done = 0, 0, threading.Event()
-    self._thread = threading.Thread(target=self._watch)
-    self._thread.start()
-    return self
-
-  def __exit__(self, *exc):
-    self._done.set()
-    self._thread.join()
-
-  def _watch(self):
-    while True:
-      status = pathlib.Path('/proc/self/status').read_text()
-      found = int(status.partition('RssAnon:')[2].split()[0]) * 1024
-      self.bytes = max(self.bytes, found)
-      self.disk = max(self.disk, _used(self._folder))
-      if self._done.wait(0.02):
-        return
-
-
-def _used(folder: pathlib.Path) -> int:
-  """Bytes that files take on the disk, holes left out."""
-  total = 0
-  for path in folder.rglob('*'):
-    with contextlib.suppress(FileNotFoundError):  # removed meanwhile
-      total += path.stat().st_blocks * 512
-  return total
-
-
-def child(step: str, name: str, count: str) -> None:
-  folder = pathlib.Path(name)
-  before, begun = _used(folder), time.perf_counter()
-  with Peak(folder) as peak:
-    found = globals()[step](folder, int(count))
+def measured(step: str, folder: str, count: int) -> dict:
+  """The row of one step."""
+  path = pathlib.Path(folder)
+  before, begun = memory.used(path), time.perf_counter()
+  with memory.Peak(path) as peak:
+    found = globals()[step](path, count)
   seconds = time.perf_counter() - begun
   kept = found.get('disk_bytes', 0)
-  print(
-    json.dumps(
-      {
-        'step': step,
-        'passages': int(count),
-        'seconds': seconds,
-        'peak_bytes': peak.bytes,
-        'temporary_bytes': max(0, peak.disk - before - kept),
-        **found,
-      }
-    )
-  )
+  return {
+    'step': step,
+    'passages': count,
+    'seconds': seconds,
+    'peak_bytes': peak.bytes,
+    'temporary_bytes': max(0, peak.disk - before - kept),
+    **found,
+  }
 
 
-def run(steps: Sequence[str], count: int, folder: pathlib.Path) -> list[dict]:
-  """Steps at one size; a row for each."""
+def run(steps: Sequence[str], count: int) -> list[dict]:
+  """Steps at one size, each in a process of its own; a row for each."""
   rows = []
-  for step in steps:
-    done = subprocess.run(
-      [
-        sys.executable,
-        '-m',
-        'experiments.benchmarks.scale',
-        '--child',
-        step,
-        str(folder),
-        str(count),
-      ],
-      cwd=common.ROOT,
-      stdout=subprocess.PIPE,
-      text=True,
-      check=True,
-      env={**os.environ, 'JAX_PLATFORMS': 'cpu'},
-    )
-    rows.append(json.loads(done.stdout.splitlines()[-1]))
-    print(common.table(rows[-1:]), flush=True)
+  with tempfile.TemporaryDirectory(dir=_FOLDER.value or None) as folder:
+    for step in steps:
+      env = {'JAX_PLATFORMS': 'cpu'}
+      rows.append(harness.apart(measured, step, folder, count, env=env))
+      print(common.table(rows[-1:]), flush=True)
   return rows
 
 
@@ -410,42 +320,24 @@ def markdown(rows: list[dict]) -> str:
   return '\n'.join(f'| {" | ".join(line)} |' for line in cells)
 
 
-def main(argv):
-  del argv
-  common.require_idle(allow=_LOAD.value)
-  environment = common.environment()
-  count, rows = _PASSAGES.value, []
-  for size in (count // 4, count):
-    with tempfile.TemporaryDirectory(dir=_FOLDER.value or None) as folder:
-      rows.append(run(STEPS, size, pathlib.Path(folder)))
-  with tempfile.TemporaryDirectory(dir=_FOLDER.value or None) as folder:
-    encoding = run(['encode'], _ENCODED, pathlib.Path(folder))
-    linked = run(['hnsw'], _LINKED, pathlib.Path(folder))
-  lines = extrapolate(*rows)
-  steps = plan(lines, encoding[0], linked[0], count)
-  common.report(
-    _OUT.value,
-    'scale',
-    [
-      *lines,
-      {'what': 'plan', 'steps': steps},
-      {'what': 'raw rows', 'steps': [*rows[0], *rows[1], *encoding, *linked]},
-    ],
-    [],
-    environment,
-  )
+def measure() -> list[dict]:
+  count = _PASSAGES.value
+  few, many = (run(STEPS, size) for size in (count // 4, count))
+  [encoding], [linked] = run(['encode'], _ENCODED), run(['hnsw'], _LINKED)
+  lines = extrapolate(few, many)
+  steps = plan(lines, encoding, linked, count)
   print(
     f'\nPLAN for {WIKI:,} passages (memory: to build; served: of files mapped '
-    'or arrays on the device that should be in memory)\n\n' + markdown(steps)
+    f'or arrays on the device that should be in memory)\n\n{markdown(steps)}\n'
   )
+  return [
+    *lines,
+    {'what': 'plan', 'steps': steps},
+    {'what': 'raw rows', 'steps': [*few, *many, encoding, linked]},
+  ]
 
 
 if __name__ == '__main__':
-  if sys.argv[1:2] == ['--child']:
-    child(*sys.argv[2:5])
-  else:
-    _PASSAGES = flags.DEFINE_integer('passages', 1_000_000, 'How many.', 16_000)
-    _FOLDER = flags.DEFINE_string('folder', '', 'For files; else temporary.')
-    _OUT = flags.DEFINE_string('out', '', 'JSON file to write.')
-    _LOAD = flags.DEFINE_bool('allow_load', False, 'Run on a busy machine.')
-    app.run(main)
+  _PASSAGES = flags.DEFINE_integer('passages', 1_000_000, 'How many.', 16_000)
+  _FOLDER = flags.DEFINE_string('folder', '', 'For files; else temporary.')
+  harness.run('scale', measure)

@@ -15,27 +15,24 @@ import json
 import pathlib
 import time
 
-from absl import app, flags
+from absl import flags
 
 from configs import quickstart
 from experiments import common
+from experiments.benchmarks import harness
 from searchrl_jax import sft, train
 from searchrl_jax.run import services
 
 ENGINES = ('jax_sampler', 'vllm')
 
 
-def get_config(steps: int):
-  config = quickstart.get_config()
+def measure() -> list[dict]:
+  config, rows = quickstart.get_config(), []
   config.model.arch.num_attention_heads = 4
   config.model.arch.num_key_value_heads = 4
   config.model.arch.head_dim = 32
-  config.train.steps = steps
-  return config
-
-
-def measure(folder: pathlib.Path, steps: int) -> list[dict]:
-  config, rows = get_config(steps), []
+  config.train.steps = _STEPS.value
+  folder = pathlib.Path(_WORKDIR.value)
   folder.mkdir(parents=True, exist_ok=True)
   with services.retrieval(config, str(folder)) as url:
     config.source.url = url
@@ -67,29 +64,18 @@ def measure(folder: pathlib.Path, steps: int) -> list[dict]:
   return rows
 
 
-def main(argv):
-  if len(argv) > 1:
-    raise app.UsageError(f'unknown arguments: {argv[1:]}')
-  before = common.environment()
-  rows = measure(pathlib.Path(_WORKDIR.value), _STEPS.value)
+def bars(rows) -> list[dict]:
   here, there = rows
   within = (
     here['low'] <= there['em_after'] <= here['high']
     or there['low'] <= here['em_after'] <= there['high']
   )
-  common.report(
-    _OUT.value,
-    'sidecar_quickstart',
-    rows,
-    [common.bar('sidecar_quickstart', float(within), 1.0)],
-    before,
-  )
+  return [common.bar('sidecar_quickstart', float(within), 1.0)]
 
 
 if __name__ == '__main__':
-  _OUT = flags.DEFINE_string('out', '', 'JSON file to write')
   _WORKDIR = flags.DEFINE_string(
-    'workdir', 'runs/sidecar_quickstart', 'where the runs go'
+    'workdir', 'runs/sidecar_quickstart', 'Where the runs go.'
   )
-  _STEPS = flags.DEFINE_integer('steps', 60, 'of GRPO', 1)
-  app.run(main)
+  _STEPS = flags.DEFINE_integer('steps', 60, 'Of GRPO.', 1)
+  harness.run('sidecar_quickstart', measure, bars, timed=lambda: False)

@@ -24,89 +24,47 @@ sync agrees; adapters take at most a fifth of the bytes and of the time.
 """
 
 import contextlib
+import operator
 import os
 import pathlib
 import statistics
 import tempfile
 import time
 
-from absl import app, flags, logging
+from absl import flags
 import httpx
 import jax
 import jax.numpy as jnp
 import psutil
 
 from experiments import common
+from experiments.benchmarks import harness, memory, models
 from searchrl_jax.engines.vllm import client, launcher
 from searchrl_jax.engines.weights import checksum, publication, published, sync
 from searchrl_jax.models import decoder, families, lora
 from searchrl_jax.worlds import microworld
 
-_OUT = flags.DEFINE_string('out', '', 'JSON file to write.')
-_LOAD = flags.DEFINE_bool('allow_load', False, 'Run on a busy machine.')
-_REPS = flags.DEFINE_integer('reps', 5, 'Repetitions.', lower_bound=1)
-_CASES = flags.DEFINE_list('cases', ['1m', '28m', '500m'], 'Which models.')
-_PACKED = flags.DEFINE_bool('packed', False, 'vLLM packs matrices.')
-_RANK = flags.DEFINE_integer('rank', 0, 'Of adapters; 0 = none are synced.')
-_DTYPE = flags.DEFINE_enum(
-  'dtype', 'float32', ['float32', 'bfloat16'], 'Of the engine.'
-)
-
 BAR, SECONDS = 0.2, 8.0  # copies of the weights; of a sync, at 500M
 PLUGIN = 'experiments.benchmarks.unpacked:Worker'
 ADAPTER_BAR = 0.2  # of the bytes, and of the seconds, of every parameter
-CASES = {
-  '1m': dict(
-    vocab_size=2048,
-    d_model=128,
-    n_layers=4,
-    n_heads=4,
-    n_kv_heads=2,
-    head_dim=32,
-    d_ff=416,
-  ),
-  '28m': dict(
-    vocab_size=2048,
-    d_model=512,
-    n_layers=8,
-    n_heads=8,
-    n_kv_heads=2,
-    head_dim=64,
-    d_ff=1792,
-  ),
-  '500m': dict(  # Qwen2.5-0.5B
-    vocab_size=151936,
-    d_model=896,
-    n_layers=24,
-    n_heads=14,
-    n_kv_heads=2,
-    head_dim=64,
-    d_ff=4864,
-  ),
-}
 
 
 class Memory:
-  """Peak and present resident memory of a process, in bytes (Linux)."""
+  """Resident memory of a process during a sync, in bytes."""
 
-  def __init__(self, pid: int):
-    self._folder = pathlib.Path(f'/proc/{pid}')
+  def __init__(self, pid: int | str):
+    self._pid = pid
 
   def start(self) -> None:
-    (self._folder / 'clear_refs').write_text('5')  # the peak starts again
-    self._before = self._read('VmRSS')
+    memory.restart_peak(self._pid)
+    self._before = memory.of('VmRSS', self._pid)
 
-  def extra(self) -> int:
-    return self.peak() - self._before
-
-  def peak(self) -> int:
-    return self._read('VmHWM')
-
-  def _read(self, field: str) -> int:
-    for line in (self._folder / 'status').read_text().splitlines():
-      if line.startswith(f'{field}:'):
-        return int(line.split()[1]) << 10
-    raise SystemExit(f'{self._folder}/status has no {field}')
+  def row(self, name: str) -> dict[str, int]:
+    peak = memory.of('VmHWM', self._pid)
+    return {
+      f'{name}_extra_bytes': peak - self._before,
+      f'{name}_peak_bytes': peak,
+    }
 
 
 @jax.jit
@@ -142,8 +100,8 @@ class Server:
 def once(publisher, server: Server, params, version: int, rank: int) -> dict:
   """One sync; its figures. params: with a rank, of the adapters."""
   own = Memory('self')
-  for memory in (own, server.memory):
-    memory.start()
+  for process in (own, server.memory):
+    process.start()
   seconds, last = {}, time.perf_counter()
 
   def lap(name):
@@ -183,33 +141,23 @@ def once(publisher, server: Server, params, version: int, rank: int) -> dict:
     **seconds,
     'bytes': done.bytes,
     'tensors': len(done.manifest),
-    'trainer_extra_bytes': own.extra(),
-    'trainer_peak_bytes': own.peak(),
-    'server_extra_bytes': server.memory.extra(),
-    'server_peak_bytes': server.memory.peak(),
+    **own.row('trainer'),
+    **server.memory.row('server'),
   }
 
 
-def run(case: str, folder: pathlib.Path, rank: int = 0) -> list[dict]:
+def syncs(case: str, folder: pathlib.Path, rank: int) -> list[dict]:
   """Every repetition of a case; with a rank, of adapters alone."""
-  targets = tuple(decoder.PROJECTIONS)
-  adapters = decoder.Lora(rank, rank, targets, _DTYPE.value) if rank else None
-  cfg = decoder.DecoderConfig(
-    **CASES[case], family='qwen2', dtype=_DTYPE.value, lora=adapters
-  )
+  dtype, targets = _DTYPE.value, tuple(decoder.PROJECTIONS)
+  adapters = decoder.Lora(rank, rank, targets, dtype) if rank else None
+  cfg = models.config(case, dtype=dtype, lora=adapters)
   fields = {k: getattr(cfg, k) for k in families.FIELDS}
-  published.write_serving_folder(
-    folder / 'model',
-    fields,
-    microworld.tokenizer(folder / 'tokenizer'),
-    _DTYPE.value,
-  )
+  tok = microworld.tokenizer(folder / 'tokenizer')
+  published.write_serving_folder(folder / 'model', fields, tok, dtype)
   publisher = publication.Publisher(
-    folder / 'published', cfg, _DTYPE.value, '/dev/shm'
+    folder / 'published', cfg, dtype, '/dev/shm'
   )
-  params = decoder.init_params(
-    cfg, jax.random.key(0), dtype=jnp.dtype(_DTYPE.value)
-  )
+  params = decoder.init_params(cfg, jax.random.key(0), dtype=jnp.dtype(dtype))
   rows = []
   stack = contextlib.ExitStack()
   stack.callback(publisher.clear)
@@ -217,7 +165,7 @@ def run(case: str, folder: pathlib.Path, rank: int = 0) -> list[dict]:
     folder / 'model',
     log_file=folder / 'vllm.log',
     cpu=True,
-    dtype=_DTYPE.value,
+    dtype=dtype,
     max_model_len=512,
     max_num_seqs=8,
     kv_cache_gib=0.5,
@@ -233,7 +181,8 @@ def run(case: str, folder: pathlib.Path, rank: int = 0) -> list[dict]:
       params = jax.tree.map(
         lambda x: x + jnp.float32(0.01), lora.init(cfg, jax.random.key(1))
       )
-    for rep in range(-1, _REPS.value):  # the first compiles, and is left out
+    # The first compiles, and is left out.
+    for rep in range(-1, flags.FLAGS.reps):
       params = jax.block_until_ready(step(params))
       row = once(publisher, server, params, rep + 1, rank)
       if rep >= 0:
@@ -242,7 +191,7 @@ def run(case: str, folder: pathlib.Path, rank: int = 0) -> list[dict]:
             'case': case,
             'parameters': cfg.n_params,
             'rep': rep,
-            'dtype': _DTYPE.value,
+            'dtype': dtype,
             'packed': _PACKED.value,
             'adapter_rank': rank,
             **row,
@@ -251,47 +200,43 @@ def run(case: str, folder: pathlib.Path, rank: int = 0) -> list[dict]:
   return rows
 
 
-def main(argv):
-  del argv
-  logging.set_verbosity(logging.WARNING)
-  common.require_idle(allow=_LOAD.value)
+def measure(case: str) -> list[dict]:
   os.environ.setdefault('VLLM_CPU_OMP_THREADS_BIND', 'nobind')
-  environment = common.environment()
-  rows, bars = [], []
-  for case in _CASES.value:
-    found = {}
-    for rank in dict.fromkeys((0, _RANK.value)):
-      with tempfile.TemporaryDirectory() as folder:
-        found[rank] = run(case, pathlib.Path(folder), rank)
-      rows += found[rank]
-      total = common.spread([r['total_s'] for r in found[rank]])
-      what = f'{case}, adapters of rank {rank}' if rank else case
-      print(f'{what}: {total} s from an update to a token', flush=True)
-    own = found[0]
-    for name in ('bytes', 'total_s') if _RANK.value else ():
-      part, whole = (
-        statistics.median(r[name] for r in found[rank])
-        for rank in (_RANK.value, 0)
-      )
+  rows = []
+  for rank in dict.fromkeys((0, _RANK.value)):
+    with tempfile.TemporaryDirectory() as folder:
+      rows += syncs(case, pathlib.Path(folder), rank)
+  return rows
+
+
+def bars(rows) -> list[dict]:
+  def median(case: str, rank: int, value) -> float:
+    of = (r for r in rows if (r['case'], r['adapter_rank']) == (case, rank))
+    return statistics.median(map(value, of))
+
+  cases, rank, out = flags.FLAGS.cases, _RANK.value, []
+  for case in cases if rank else ():
+    for name in ('bytes', 'total_s'):
+      value = operator.itemgetter(name)
+      share = median(case, rank, value) / median(case, 0, value)
       label = f'sync_{case}_adapter_{name}'
-      share = part / whole
-      bars.append(common.bar(label, share, ADAPTER_BAR, at_most=True))
-    if case == '500m':
-      seconds = statistics.median(r['total_s'] for r in own)
-      bars.append(
-        common.bar('sync_500m_total_s', seconds, SECONDS, at_most=True)
-      )
-      copies = statistics.median(
-        r['trainer_extra_bytes'] / r['bytes'] for r in own
-      )
-      bars.append(
-        common.bar('sync_500m_trainer_copies', copies, BAR, at_most=True)
-      )
-  count = len(_CASES.value) * (1 + (_RANK.value > 0))
+      out.append(common.bar(label, share, ADAPTER_BAR, at_most=True))
+  if '500m' in cases:
+    seconds = median('500m', 0, operator.itemgetter('total_s'))
+    copies = median('500m', 0, lambda r: r['trainer_extra_bytes'] / r['bytes'])
+    out += [
+      common.bar('sync_500m_total_s', seconds, SECONDS, at_most=True),
+      common.bar('sync_500m_trainer_copies', copies, BAR, at_most=True),
+    ]
   # `sync.compare` ends the run at the first that differs.
-  bars.append(common.bar('sync_verified', len(rows), _REPS.value * count))
-  common.report(_OUT.value, 'sync', rows, bars, environment)
+  planned = flags.FLAGS.reps * len(cases) * (1 + (rank > 0))
+  return [*out, common.bar('sync_verified', len(rows), planned)]
 
 
 if __name__ == '__main__':
-  app.run(main)
+  _PACKED = flags.DEFINE_bool('packed', False, 'vLLM packs matrices.')
+  _RANK = flags.DEFINE_integer('rank', 0, 'Of adapters; 0 = none are synced.')
+  _DTYPE = flags.DEFINE_enum(
+    'dtype', 'float32', ['float32', 'bfloat16'], 'Of the engine.'
+  )
+  harness.run('sync', measure, bars, cases=models.SIZES, reps=5)

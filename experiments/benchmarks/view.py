@@ -15,16 +15,13 @@ import pathlib
 import tempfile
 import time
 
-from absl import app, flags
-
 from experiments import common
+from experiments.benchmarks import harness
+from searchrl_jax import lookup, read, view
+from tests import browsers, viewed
 
 STEPS, QUESTIONS, GROUP = 5, 50, 8
 TOKENS = 2000
-
-_OUT = flags.DEFINE_string('out', '', 'JSON file to write.')
-_LOAD = flags.DEFINE_bool('allow_load', False, 'Run on a busy machine.')
-_REPS = flags.DEFINE_integer('reps', 5, 'Times that the page is opened.', 1)
 
 # The time of an input's effect: the frame after the one that it is drawn in.
 _FILTER = """
@@ -45,8 +42,6 @@ _INPUTS = (
 
 def make(folder: pathlib.Path) -> None:
   """A run with trajectories of about TOKENS tokens."""
-  from tests import viewed
-
   tok = viewed.tokenizer(folder / 'words')
   asked = viewed.questions(QUESTIONS)
   text, n = ' '.join(p.text for _, p in asked), TOKENS
@@ -75,12 +70,8 @@ def opened(browser, page: pathlib.Path) -> dict[str, float]:
   return dict(first_paint_ms=paint, drawn_ms=drawn, filter_ms=max(filters))
 
 
-def main(_):
-  common.require_idle(allow=_LOAD.value)
-  before = common.environment()
-  from searchrl_jax import read, view
-  from tests import browsers
-
+def measure() -> list[dict]:
+  lookup.require(not browsers.missing(), browsers.missing())
   with tempfile.TemporaryDirectory() as name:
     folder = pathlib.Path(name)
     make(folder / 'run')
@@ -90,29 +81,29 @@ def main(_):
     seconds, cpu = time.monotonic() - begin, time.process_time() - cpu
     files = folder / 'report_files'
     with browsers.chromium(folder / 'profile') as browser:
-      before['chromium'] = browser.capabilities['browserVersion']
-      rows = [opened(browser, page) for _ in range(_REPS.value)]
+      opening = functools.partial(opened, browser, page)
+      rows = harness.turns({'opened': opening})['opened']
+      version = browser.capabilities['browserVersion']
     index = (files / view.INDEX).stat().st_size
     size = sum(path.stat().st_size for path in files.iterdir())
   about = {'trajectories': len(tokens), 'mean_tokens': float(tokens.mean())}
   about |= {'write_seconds': seconds, 'cpu_seconds': cpu}
-  about |= {'index_mb': index / 1e6, 'mb': size / 1e6}
-  worst = {name: max(row[name] for row in rows) for name in rows[0]}
+  about |= {'index_mb': index / 1e6, 'mb': size / 1e6, 'chromium': version}
+  return [about, *rows]
+
+
+def bars(rows) -> list[dict]:
+  about, *loads = rows
+  worst = {name: max(row[name] for row in loads) for name in loads[0]}
   bar = functools.partial(common.bar, at_most=True)
-  common.report(
-    _OUT.value,
-    'view',
-    [about, *rows],
-    [
-      bar('view_seconds', seconds, 20),
-      bar('view_first_paint_ms', worst['first_paint_ms'], 1000),
-      bar('view_drawn_ms', worst['drawn_ms'], 1000),
-      bar('view_filter_ms', worst['filter_ms'], 100),
-      bar('view_index_mb', about['index_mb'], 5),
-    ],
-    before,
-  )
+  return [
+    bar('view_seconds', about['write_seconds'], 20),
+    bar('view_first_paint_ms', worst['first_paint_ms'], 1000),
+    bar('view_drawn_ms', worst['drawn_ms'], 1000),
+    bar('view_filter_ms', worst['filter_ms'], 100),
+    bar('view_index_mb', about['index_mb'], 5),
+  ]
 
 
 if __name__ == '__main__':
-  app.run(main)
+  harness.run('view', measure, bars, reps=5)
