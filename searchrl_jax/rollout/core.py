@@ -243,7 +243,8 @@ class Services:
     return [tuple(self.done[name] for name in group) for group in names]
 
   def record(self, *trajectories: Trajectory) -> None:
-    """Counts trajectories that have ended, and keeps them in `done`.
+    """Counts trajectories that have ended, and keeps them in `done`; tells of
+    the groups that have ended with them.
 
     A later start of the step does not sample them again. Record those that
     depend on each other (a shared prefix, rewards) in one call, and sample all
