@@ -8,15 +8,12 @@ The same command again continues where the run stopped. Another scheme
 (self-play) forks this file under experiments/; it does not add flags to it.
 """
 
-from collections.abc import Callable
-import functools
 import itertools
 
 import numpy as np
 
 from searchrl_jax import checks
 from searchrl_jax.data import core as data
-from searchrl_jax.devices import cluster
 from searchrl_jax.engines.weights import sync
 from searchrl_jax.evaluate import grading, health
 from searchrl_jax.learn import advantages, batching, credit
@@ -25,8 +22,6 @@ from searchrl_jax.models import parameters
 from searchrl_jax.rewards import core as rewards
 from searchrl_jax.rewards import judge as judges
 from searchrl_jax.rollout import collector
-from searchrl_jax.rollout.chains import greedy, refill_config, rollout
-from searchrl_jax.rollout.core import RolloutStats
 from searchrl_jax.run import build, command
 from searchrl_jax.run.session import Session
 from searchrl_jax.store import folders
@@ -68,19 +63,13 @@ def _train(config, workdir: str) -> dict[str, float]:
   mesh = build.mesh(config)
   cfg = parameters.model_config(config, tok.vocab_size)
   learner = Learner(config, cfg, mesh)
-  steps, max_staleness = config.train.steps, config.rollout.max_staleness
-  rollouts = collector.Collector(
-    stream,
-    questions=config.rollout.questions,
-    steps=steps,
-    max_staleness=max_staleness,
-  )
+  rollouts = collector.Collector(config, stream, batching.useful)
   with Session(
     config,
     workdir,
     'train',
     learner,
-    limits=(steps, config.train.seconds, config.checkpoint.every),
+    limits=(config.train.steps, config.train.seconds, config.checkpoint.every),
     states={'stream': rollouts},
     unused=rollouts,
     contents=build.contents(config, asked),
@@ -88,29 +77,27 @@ def _train(config, workdir: str) -> dict[str, float]:
     source = run.open_source(tok)
     judge = run.open(judges.make(config))
     engine = run.open_engine(tok, sync.canary_ids(env, stream.questions))
-    services = {'env': env, 'engine': engine, 'source': source}
     run.evaluator = sets and grading.Evaluator(
       sets,
       config=config,
-      **services,
+      env=env,
+      engine=engine,
+      source=source,
       writer=run.writer,
       runner=run.signals.run,
       judge=judge,
     )
-    rewarded = functools.partial(
-      rewards_of, config.reward, env, tok, engine, source, judge
+    context = rewards.RewardContext(
+      env=env, tokenizer=tok, engine=engine, source=source, judge=judge
     )
-    play = functools.partial(
-      rollout, **services, seed=config.seed, score=rewarded
-    )
-    rollouts.open(run.signals, functools.partial(play, config=config.rollout))
+    rollouts.open(run.signals, run.writer.timer, context)
     run.begin()
 
     while not run.done:
       # Questions -> groups of trajectories -> rewards.
-      with run.unfinished(functools.partial(rollouts.give_back, run.step)):
-        groups, stats, reward = collect(run, config, rollouts, rewarded)
-        baseline = greedy_returns(run, config, groups, play, rewarded)
+      with run.unfinished(rollouts.give_back):
+        groups, stats, reward = rollouts.take(run.step)
+        baseline = greedy_returns(config, rollouts, groups)
         run.rest()
 
       # Rewards -> fixed-shape microbatches -> log-probs, values -> advantages.
@@ -133,7 +120,7 @@ def _train(config, workdir: str) -> dict[str, float]:
         **{f'batch/{k}': v for k, v in batch.counts.items()},
         **stats.metrics(),
         **health.signs(groups, env, batch.returns, reward.valid),
-        **collector.staleness(groups, run.step, max_staleness),
+        **collector.staleness(groups, run.step, config.rollout.max_staleness),
         'time/engine_idle': rollouts.idle_seconds(),
         'reward': rewards.mean(batch.returns[reward.valid]),
         **learner.rates(),
@@ -152,72 +139,14 @@ def _train(config, workdir: str) -> dict[str, float]:
   return run.metrics
 
 
-async def rewards_of(terms, env, tok, engine, source, judge, groups, step):
-  """The rewards of groups of a step, by the terms of config.reward.
-
-  A sampler may await it on the event loop, while the run does other things.
-  """
-  context = rewards.RewardContext(step, env, tok, engine, source, judge)
-  return await rewards.combine(terms, groups, context)
-
-
-def collect(run, config, rollouts, rewarded: Callable):
-  """The groups of the step, statistics of their rollouts, and their rewards.
-
-  config.rollout.refill: up to so many rounds of further questions in place of
-  groups whose rewards are all equal (DAPO, arXiv 2503.14476, section 3.2).
-  """
-  take = functools.partial(rollouts.take, run.step)
-  count = functools.partial(rollouts.count, config.rollout.group)
-  groups, stats, reward = played(run, take, rewarded, 'rollout', count)
-  for _ in range(config.rollout.refill):
-    group_ids, kept, _ = batching.kept_of(groups, reward, config)
-    short = config.rollout.questions - len(np.unique(group_ids[kept]))
-    if not short:
-      break
-    again = refill_config(config, groups, short)
-    take = functools.partial(rollouts.more, run.step, short, config=again)
-    more, seen, earned = played(run, take, rewarded, 'rollout', count)
-    reward = rewards.join(reward, earned)
-    groups, stats = groups + more, stats + seen
-  return groups, stats, reward
-
-
-def played(run, take: Callable, rewarded: Callable, timer: str, count=None):
-  """The groups of all processes, statistics of their rollouts, their rewards.
-
-  take: gives this process's `Rollout`; an error of one process is one of all.
-  count: how much of it is done, see `Writer.phase`.
-  """
-
-  def own():
-    with run.writer.timer(timer, count):
-      groups, stats = take()
-    if not groups:
-      return groups, stats, None
-    with run.writer.timer('reward'):
-      return groups, stats, run.signals.run(rewarded(groups, run.step))
-
-  groups, stats, reward = zip(*cluster.gather(timer, own))
-  together = functools.reduce(RolloutStats.beside, stats)
-  earned = functools.reduce(rewards.join, filter(None, reward))
-  return [*itertools.chain(*groups)], together, earned
-
-
-def greedy_returns(run, config, groups, play: Callable, rewarded: Callable):
+def greedy_returns(config, rollouts, groups):
   """Returns of one greedy answer to each question, if the advantages take them.
 
   NaN where the answer failed (ReMax, arXiv 2310.10505).
   """
   if 'greedy' not in credit.needs(config.algorithm.advantage):
     return None
-  questions = [group[0].question for group in groups]
-
-  def answers():
-    own = cluster.part(questions)
-    return run.signals.run(play(own, config=greedy(config), step=run.step))
-
-  _, _, reward = played(run, answers, rewarded, 'greedy')
+  reward = rollouts.baseline(groups)
   return np.where(reward.valid, advantages.returns(reward.value), np.nan)
 
 

@@ -85,6 +85,27 @@ def test_what_code_cites_of_the_design_exists():
   assert cited and [c for c in cited if c[1] not in known] == []
 
 
+def test_the_walk_to_a_sampled_token_is_in_the_code():
+  """Each function calls the next, or hands it to the one between them."""
+  page = (ROOT / 'docs/reading.md').read_text()
+  walk = page.split('Ten calls:\n\n')[1].split('\n\n')[0].split('->')
+  *names, last = (step.split('.')[-1].strip() for step in walk)
+  assert len(names) == 10 and last == 'generate'
+  called = {}
+  for file in ('core', 'chains', 'collector', '../devices/signals'):
+    path = ROOT / 'searchrl_jax/rollout' / f'{file}.py'
+    for node in ast.walk(ast.parse(path.read_text())):
+      if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        calls = [n.func for n in ast.walk(node) if isinstance(n, ast.Call)]
+        called[node.name] = {getattr(f, 'attr', '') for f in calls}
+        called[node.name] |= {getattr(f, 'id', '') for f in calls}
+  # The default of config.rollout.sampler, which `sampler` looks up.
+  called['sampler'] |= {'sample'}
+  steps = zip(['take', *names], names, [*names[1:], last])
+  for before, name, after in steps:
+    assert after in called[name] | called[before], (name, after)
+
+
 @pytest.fixture
 def contributor(tmp_path, monkeypatch):
   """Writes the files of docs/extending.md where imports find them."""

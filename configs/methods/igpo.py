@@ -86,6 +86,7 @@ async def likelihood(trajectories, context, *, frame: str):
 
 
 likelihood.needs = ('answers',)
+likelihood.needs_step = True  # the weights that are to be updated
 
 
 def histories(trajectory) -> list[int]:

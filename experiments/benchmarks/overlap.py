@@ -5,11 +5,11 @@
 Seconds a step at staleness 0 and 1. The engine (the in-process sampler, and
 this whole process) has one core. The update is a process that computes on
 another core for as long as the rollouts of a step take, by its own processor
-time. Rollouts, searches of 200 ms +- 100 ms and syncs are real: `collector` and
-`rollout` as train.py runs them, on the scripted lengths of `multiturn`.
+time. Rollouts, searches of 200 ms +- 100 ms and syncs are real: the `collector`
+as train.py runs it, on the scripted lengths of `multiturn`.
 """
 
-import functools
+import contextlib
 import os
 import statistics
 import sys
@@ -21,14 +21,17 @@ if __name__ == '__main__':
   os.sched_setaffinity(0, CORES[:1])
 
 # ruff: noqa: E402
+from ml_collections import ConfigDict
+
 from experiments import common
 from experiments.benchmarks import harness, multiturn
 from searchrl_jax import lookup
 from searchrl_jax import schema as config_lib
 from searchrl_jax.devices.signals import Signals
 from searchrl_jax.engines.core import WeightsUpdate
+from searchrl_jax.learn import batching
+from searchrl_jax.rewards.core import RewardContext
 from searchrl_jax.rollout import collector
-from searchrl_jax.rollout.chains import rollout
 
 STEPS, WARM = 8, 2  # of one run; those not counted
 SLOTS, TRAJECTORIES = 48, 192  # four for each slot
@@ -64,24 +67,24 @@ class Stream:
 
 def steps(engine, params, update, max_staleness: int, seconds: float) -> dict:
   """Seconds a step, and what the rollouts took of it."""
-  config = config_lib.base().rollout
-  config.group = 1
   count, rolled = WARM + STEPS, []
+  config = config_lib.base()
+  config.train.steps = count
+  config.rollout.update(
+    group=1, questions=TRAJECTORIES, max_staleness=max_staleness
+  )
+  config.reward.short = ConfigDict(
+    dict(fn='length.overlong', weight=1.0, limit=100, cache=100)
+  )
+  context = RewardContext(
+    env=multiturn.ScriptedEnv(),
+    engine=engine,
+    source=multiturn.SlowSource(SECONDS),
+  )
   with Signals() as signals:
-    rollouts = collector.Collector(
-      Stream(), questions=TRAJECTORIES, max_staleness=max_staleness, steps=count
-    )
-    rollouts.open(
-      signals,
-      functools.partial(
-        rollout,
-        env=multiturn.ScriptedEnv(),
-        engine=engine,
-        source=multiturn.SlowSource(SECONDS),
-        config=config,
-        seed=0,
-      ),
-    )
+    rollouts = collector.Collector(config, Stream(), batching.useful)
+    timer = lambda *_: contextlib.nullcontext()
+    rollouts.open(signals, timer, context)
     for step in range(count):
       if step == WARM:
         begin = time.monotonic()

@@ -31,7 +31,6 @@ from searchrl_jax.evaluate import health
 from searchrl_jax.learn import advantages, credit
 from searchrl_jax.rewards import core as rewards
 from searchrl_jax.rewards import scores
-from searchrl_jax.rollout import collector
 from searchrl_jax.text import prompts
 from searchrl_jax.text.env import SearchEnv
 from searchrl_jax.types import SEARCH, Group, Question, Rewards, Trajectory
@@ -123,12 +122,6 @@ def role_config(config: ConfigDict, role: str) -> ConfigDict:
 def rng(config: ConfigDict, step: int, what: str) -> np.random.Generator:
   """The random stream of one draw of a step; the same after a resume."""
   return np.random.default_rng([config.seed, step, zlib.crc32(what.encode())])
-
-
-def ended(data: bytes) -> dict[tuple[str, str, int], Trajectory]:
-  """`collector.encode` of a step, by (role, question id, sample)."""
-  found = (t for _, t in collector.decode(data))
-  return {(t.role, t.question.id, t.sample): t for t in found}
 
 
 # ---- Questions.

@@ -13,7 +13,6 @@ command again continues where the run stopped, with what had ended of its step.
 
 from collections.abc import Sequence
 import dataclasses
-import functools
 import itertools
 import pathlib
 from typing import NamedTuple
@@ -71,9 +70,7 @@ class Sampler:
   def __init__(self, config: ConfigDict, envs, stream, pool: Pool, oracle):
     self._config, self._envs, self._stream = config, envs, stream
     self._pool, self._oracle = pool, oracle
-    # (role, question id, sample) -> trajectory
-    self._ended: dict[tuple[str, str, int], Trajectory] = {}
-    self._seen: list[Trajectory] = []  # all of the step, failed ones too
+    self._ended = collector.Ended()
 
   def open(self, run: Session, engines, judge, reader) -> None:
     """Sets the services; call it before `sample`."""
@@ -81,27 +78,27 @@ class Sampler:
     self._judge, self._reader = judge, reader
 
   def encode(self) -> bytes:
-    return collector.encode({self._run.step: list(self._ended.values())})
+    return collector.encode({self._run.step: self._ended.usable()})
 
   def decode(self, data: bytes) -> None:
-    self._ended = game.ended(data)
+    self._ended = collector.Ended(t for _, t in collector.decode(data))
 
   def begin(self) -> None:
     """Starts a step."""
     self._cursor = self._stream.state()
-    self._seen = list(self._ended.values())
     self._stats: list[RolloutStats] = []
 
   def give_back(self, usable: bool) -> list[Trajectory]:
     """Undoes a step that failed; returns its trajectories that had ended."""
     self._stream.restore(self._cursor)
+    ended = self._ended.all()
     if not usable:
-      self._ended.clear()
-    return self._seen
+      self._ended = collector.Ended()
+    return ended
 
   def finish(self) -> None:
     """The step was trained on."""
-    self._ended.clear()
+    self._ended = collector.Ended()
 
   def sample(self) -> Step:
     """Proposals, those that stand, and their solutions."""
@@ -187,19 +184,13 @@ class Sampler:
           seed=self._config.seed,
           step=run.step,
           role=role,
-          on_trajectory=functools.partial(self._keep, role),
-          ended={n[1:]: t for n, t in self._ended.items() if n[0] == role},
+          on_trajectory=self._ended.keep,
+          ended=self._ended.named(role),
           score=self._rewards,  # the solver's sampler alone may ask
         )
       )
     self._stats.append(found.stats)
     return found.groups
-
-  def _keep(self, role: str, t: Trajectory) -> None:
-    self._seen.append(t)
-    self._ended.pop((role, t.question.id, t.sample), None)
-    if not t.failed:  # one that a service failed is sampled again
-      self._ended[role, t.question.id, t.sample] = t
 
   async def _rewards(self, groups: Sequence[Group], step: int) -> Rewards:
     """The solver's, of groups of a step."""

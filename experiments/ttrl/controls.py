@@ -94,4 +94,5 @@ def drawn(keys: Sequence[str], question: Question, step: int) -> str | None:
 
 
 golds.check = random.check = random_vote.check = vote.check
+golds.needs_step = random.needs_step = random_vote.needs_step = True
 golds.needs = ('answers',)

@@ -328,10 +328,11 @@ class Evaluator:
     if self.judge is not None:
       grades = judging.grade(flat, self.env, self.judge, after_em=False)
       with self._phase(f'{self.name} judge'):
-        judged = self.runner(grades)[0].tolist()
+        judged, _ = self.runner(grades)
+      self.judge.require(flat, ~np.isnan(judged))
       rows = [
         dataclasses.replace(row, judged=value)
-        for row, value in zip(rows, judged, strict=True)
+        for row, value in zip(rows, judged.tolist(), strict=True)
       ]
     return result.groups, rows, result.stats.seconds
 

@@ -177,6 +177,12 @@ def of_step(
   )
 
 
+def useful(groups: Sequence[Group], reward: Rewards, config) -> int:
+  """Of how many groups a trajectory enters the batch."""
+  group_ids, kept, _ = kept_of(groups, reward, config)
+  return len(np.unique(group_ids[kept]))
+
+
 def kept_of(groups: Sequence[Group], reward: Rewards, config):
   """Which of B trajectories enter the batch, and why the others do not.
 

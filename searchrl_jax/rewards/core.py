@@ -6,6 +6,14 @@ source. Set `fn.needs = ('answers',)` if it needs golden answers, and names of
 `data.checks.require_needs` for other things; a run then refuses data without
 them at its start.
 
+It is called with each group as soon as the last trajectory of the group has
+ended, while others of the step are played, so the reward of a trajectory must
+depend on its group alone, and the names of `parts` must be the same for all
+groups. Set `fn.needs_step = True`, or a function of the fields, if it compares
+groups, or takes the weights of the step: it is called once, with all groups of
+this process, when the step is about to be trained on. Set `fn.check_step = f`
+for f(groups, rewards, context), which is called with all of them and may raise.
+
   config.reward.em = dict(fn='answer.em', weight=1.0)
   config.reward.format = dict(fn='answer.format_valid', weight=0.2)
 
@@ -126,28 +134,73 @@ async def combine(
     RewardError: an unknown function or field, or a result of the wrong shape
       or not finite.
     DataError: a question lacks what a function needs (`require_needs`).
+    Any error of a function.
   """
-  terms = _terms(config)
-  trajectories = flat(groups)
+  results = await of_groups(config, groups, context)
+  return await of_step(config, groups, [results], context)
+
+
+async def of_groups(
+  config: ConfigDict,
+  groups: Sequence[Group],
+  context: RewardContext,
+  needs_step: bool = False,
+) -> dict[str, Rewards]:
+  """The unweighted rewards of functions, by name in config.reward.
+
+  Args:
+    config, groups, context: as of `combine`.
+    needs_step: of the functions that need the whole step; else of the others.
+
+  Raises:
+    as `combine`.
+  """
+  terms = [x for x in _terms(config) if _needs_step(x) == needs_step]
+  trajectories, results = flat(groups), {}
   checks.require_needs(_users(terms), [t.question for t in trajectories])
+  for name, function, _, fields in terms:
+    results[name] = await function(groups, context, **fields)
+    _check_result(name, results[name], trajectories)
+  return results
+
+
+async def of_step(
+  config: ConfigDict,
+  groups: Sequence[Group],
+  results: Sequence[Mapping[str, Rewards]],
+  context: RewardContext,
+) -> Rewards:
+  """What `combine` returns for the groups of a step.
+
+  Args:
+    config, groups, context: as of `combine`.
+    results: what `of_groups` returned for parts of the groups, in their order.
+
+  Raises:
+    as `combine`.
+  """
+  found = {n: join(*(part[n] for part in results)) for n in results[0]}
+  found |= await of_groups(config, groups, context, needs_step=True)
+  trajectories = flat(groups)
   valid = alive = np.array([not t.failed for t in trajectories], bool)
-  results, parts = [], {}
-  for name, function, weight, fields in terms:
-    result = await function(groups, context, **fields)
-    _check_result(name, result, trajectories)
+  weighted, parts = [], {}
+  for name, function, weight, _ in _terms(config):
+    result = found[name]
+    if hasattr(function, 'check_step'):
+      function.check_step(groups, result, context)
     valid = valid & np.asarray(result.valid, bool)
-    results.append((weight, result))
+    weighted.append((weight, result))
     totals = np.array([np.sum(v) for v in result.value], np.float32)
     parts[name] = np.where(result.valid, totals, np.nan)
     for part, column in result.parts.items():
       parts[f'{name}/{part}'] = np.where(alive, column, np.nan)
   parts = {name: column.astype(np.float32) for name, column in parts.items()}
-  at = max((r.at for _, r in results), key=LEVELS.index)
+  at = max((r.at for _, r in weighted), key=LEVELS.index)
   values = []
   for i, trajectory in enumerate(trajectories):
     total = np.zeros(_shape(trajectory, at), np.float32)
     if valid[i]:
-      for weight, result in results:
+      for weight, result in weighted:
         value = _place(trajectory, result.value[i], result.at, at)
         total = total + np.float32(weight) * value
     values.append(total)
@@ -168,20 +221,23 @@ def at_tokens(groups: Sequence[Group], rewards: Rewards) -> list[np.ndarray]:
   ]
 
 
-def join(first: Rewards, second: Rewards) -> Rewards:
-  """Concatenates the rewards of two lists of groups of one step."""
-  both, value = (first, second), (*first.value, *second.value)
+def join(*several: Rewards) -> Rewards:
+  """Concatenates the rewards of lists of groups of one step."""
+  at, value = several[0].at, [v for r in several for v in r.value]
 
   def part(name):
     # A part is absent if all trajectories failed.
-    nan = [np.full(len(r.valid), np.nan, np.float32) for r in both]
-    return np.concatenate([r.parts.get(name, n) for r, n in zip(both, nan)])
+    nan = [np.full(len(r.valid), np.nan, np.float32) for r in several]
+    return np.concatenate([r.parts.get(name, n) for r, n in zip(several, nan)])
 
   return Rewards(
-    np.array(value, np.float32) if first.at == 'trajectory' else value,
-    np.concatenate([first.valid, second.valid]),
-    first.at,
-    {name: part(name) for name in {**first.parts, **second.parts}},
+    np.array(value, np.float32) if at == 'trajectory' else tuple(value),
+    np.concatenate([r.valid for r in several]),
+    at,
+    {
+      name: part(name)
+      for name in dict.fromkeys(n for r in several for n in r.parts)
+    },
   )
 
 
@@ -213,6 +269,12 @@ def _terms(config: ConfigDict) -> list[tuple[str, Callable, float, dict]]:
     lookup.require_fields(where, function, fields, RewardError)
     out.append((name, function, float(weight), fields))
   return out
+
+
+def _needs_step(term: tuple[str, Callable, float, dict]) -> bool:
+  _, function, _, fields = term
+  needs = getattr(function, 'needs_step', False)
+  return needs(fields) if callable(needs) else needs
 
 
 def _users(terms) -> list[tuple[str, Callable, dict]]:

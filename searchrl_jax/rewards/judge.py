@@ -77,19 +77,12 @@ class Judge:
     self._chat, self._max_failed = Chat(config), config.max_failed
     self._max_tokens = config.max_tokens
     self._cache: dict[Item, bool] = {}
+    self._last: ChatError | None = None  # but 'unusable' replies
 
-  async def verdicts(
-    self, items: Iterable[Item], among: int
-  ) -> list[bool | ChatError]:
+  async def verdicts(self, items: Iterable[Item]) -> list[bool | ChatError]:
     """Returns for each item True, False, or the error (see its `kind`).
 
-    Args:
-      items: the answers to judge; equal items are sent once.
-      among: number of answers, including those that need no verdict.
-
-    Raises:
-      JudgeError: the judge failed on more than the share
-        config.judge.max_failed of `among`; 'unusable' replies do not count.
+    items: the answers to judge; equal items are sent once.
     """
     # A judge that repeats what a policy wrote must not end its thoughts by it.
     items = [
@@ -101,14 +94,27 @@ class Judge:
     self._cache |= {i: v for i, v in replies.items() if isinstance(v, bool)}
     while len(self._cache) > KEPT:  # drop the oldest
       del self._cache[next(iter(self._cache))]
-    errors = [v for v in out if isinstance(v, ChatError)]
-    errors = [v for v in errors if v.kind != 'unusable']
-    if len(errors) > self._max_failed * among:
-      raise JudgeError(
-        f'{len(errors)} verdicts on {among} answers are missing, more than '
-        f'config.judge.max_failed={self._max_failed} allows; last: {errors[-1]}'
-      )
     return out
+
+  def require(self, trajectories: Sequence[Trajectory], judged: np.ndarray):
+    """Checks how many answers of a step, or an evaluation, are judged.
+
+    Args:
+      trajectories: B trajectories.
+      judged: bool [B].
+
+    Raises:
+      JudgeError: the judge failed on more than the share
+        config.judge.max_failed of the answers, those included that need no
+        verdict; 'unusable' replies do not count.
+    """
+    asked = np.array([_gradable(t) for t in trajectories], bool)
+    among, missing = int(asked.sum()), int((asked & ~judged).sum())
+    if missing > self._max_failed * among:
+      raise JudgeError(
+        f'{missing} verdicts on {among} answers are missing, more than '
+        f'config.judge.max_failed={self._max_failed} allows; last: {self._last}'
+      )
 
   async def check(self) -> Mapping[str, object]:
     """Raises ChatError if the model is not served or gives no verdict."""
@@ -132,6 +138,8 @@ class Judge:
       )
       return read(reply)
     except ChatError as e:
+      if e.kind != 'unusable':
+        self._last = e
       return e
 
 
@@ -157,6 +165,12 @@ def read(reply: str) -> bool:
   return VERDICTS[found[1].lower()]
 
 
+def _gradable(trajectory: Trajectory) -> bool:
+  """Whether it did not fail, and its question has golden answers."""
+  golds = trajectory.question.answers
+  return not trajectory.failed and any(a.strip() for a in golds)
+
+
 async def grade(
   trajectories: Sequence[Trajectory],
   env: SearchEnv,
@@ -174,21 +188,17 @@ async def grade(
     env: reads answers.
     judge: judges them.
     after_em: an exact match is right, without asking the judge.
-
-  Raises:
-    JudgeError: too many verdicts are missing.
   """
   unusable = np.zeros(len(trajectories), np.float32)
-  out, items, among = np.full_like(unusable, np.nan), {}, 0
+  out, items = np.full_like(unusable, np.nan), {}
   for i, t in enumerate(trajectories):
-    if t.failed or not any(a.strip() for a in t.question.answers):
+    if not _gradable(t):
       continue
-    among += 1
     answer, golds = env.answer(t), t.question.answers
     out[i] = float(after_em and scores.exact_match(answer, golds))
     if answer and not out[i]:
       items[i] = (t.question.text, golds, answer)
-  verdicts = await judge.verdicts(items.values(), among)
+  verdicts = await judge.verdicts(items.values())
   for i, verdict in zip(items, verdicts, strict=True):
     if isinstance(verdict, ChatError):
       unusable[i] = verdict.kind == 'unusable'
@@ -202,6 +212,8 @@ async def correct(
 ) -> Rewards:
   """1 if the judge finds the answer correct; 0 if there is no answer.
 
+  A step of which too many verdicts are missing is refused (`Judge.require`).
+
   Args:
     groups: trajectories.
     context: its env reads answers, its judge judges.
@@ -209,9 +221,6 @@ async def correct(
 
   Returns:
     Parts: 'unusable', 1 for answers without a usable verdict.
-
-  Raises:
-    JudgeError: too many verdicts are missing.
   """
   grades, unusable = await grade(
     flat(groups), context.env, context.judge, after_em
@@ -220,8 +229,12 @@ async def correct(
   return Rewards(np.nan_to_num(grades), valid, parts=parts)
 
 
+def _check_step(groups, rewards: Rewards, context: RewardContext) -> None:
+  context.judge.require(flat(groups), rewards.valid)
+
+
 correct.needs = ('answers',)
-correct.needs_judge = True
+correct.needs_judge, correct.check_step = True, _check_step
 
 
 def make(config: ConfigDict) -> Judge | None:

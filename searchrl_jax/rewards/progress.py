@@ -178,4 +178,9 @@ def _needs(fields: Mapping[str, Any]) -> tuple[str, ...]:
   return getattr(potential(fields['phi']), 'needs', ())
 
 
+def _needs_step(fields: Mapping[str, Any]) -> bool:
+  return getattr(potential(fields['phi']), 'needs_step', False)
+
+
 progress.check, progress.needs = check, _needs  # type: ignore[attr-defined]
+progress.needs_step = _needs_step  # type: ignore[attr-defined]

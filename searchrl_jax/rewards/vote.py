@@ -88,6 +88,7 @@ def check(config, fields) -> None:
 
 
 majority.check = check
+majority.needs_step = True  # for max_abstained
 
 
 def most_frequent(keys, question, step) -> str | None:

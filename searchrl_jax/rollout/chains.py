@@ -87,6 +87,8 @@ async def rollout(
       step: the training step, for the random streams.
       role: see `env.reset`; the default is 'solver'.
       on_trajectory: called when a trajectory ends, in order of arrival.
+      on_group: called with each group that is returned, most of them as soon as
+        their last trajectory has ended, in order of arrival.
       on_event: called with a trajectory's id and each new segment, search
         request and search answer (`ask` prints them). The record may join
         segments.
@@ -124,6 +126,8 @@ async def rollout(
       f'config.rollout.sampler={config.sampler!r} returned groups of '
       f'{str(found)[:300]}; it was asked for {str(asked)[:300]}, in this order'
     )
+  for group in groups:  # those too that nobody recorded in this start
+    run.tell(tuple(group))
   return Rollout(groups, run.stats)
 
 

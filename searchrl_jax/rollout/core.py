@@ -146,6 +146,7 @@ class Services:
   role: str = 'solver'  # see `env.reset`
   on_trajectory: Callable[[Trajectory], None] | None = None
   on_event: Callable[[str, Event], None] | None = None
+  on_group: Callable[[Group], None] | None = None
   rewards: Score | None = None
   stats: RolloutStats = dataclasses.field(default_factory=RolloutStats)
   # The counters of what was played under a name and is not recorded yet.
@@ -153,6 +154,8 @@ class Services:
     default_factory=lambda: collections.defaultdict(collections.Counter)
   )
   handles: list[Handle] = dataclasses.field(default_factory=list)  # open ones
+  # What `on_group` was told of, by the identity of its trajectories.
+  told: dict[tuple[int, ...], Group] = dataclasses.field(default_factory=dict)
   last_error: types.SearchError | None = None
 
   def names(self, questions: Sequence[Question]) -> list[list[Name]]:
@@ -237,7 +240,8 @@ class Services:
     return [tuple(self.done[name] for name in group) for group in names]
 
   def record(self, *trajectories: Trajectory) -> None:
-    """Counts trajectories that have ended, and keeps them in `done`.
+    """Counts trajectories that have ended, and keeps them in `done`; tells of
+    the groups that have ended with them.
 
     A later start of the step does not sample them again. Record those that
     depend on each other (a shared prefix, rewards) in one call, and sample all
@@ -265,6 +269,19 @@ class Services:
         f'config.rollout.max_failed={self.config.max_failed} allows; the last '
         f'search error: {error}'
       )
+    size = self.config.group
+    ids = ((t.question.id, t.sample // size * size) for t in trajectories)
+    for question, first in dict.fromkeys(ids):
+      names = [(question, first + n) for n in range(size)]
+      if all(name in self.done for name in names):
+        self.tell(tuple(self.done[name] for name in names))
+
+  def tell(self, group: Group) -> None:
+    """Tells `on_group` of a group that has ended, once."""
+    key = tuple(map(id, group))
+    if self.on_group is not None and key not in self.told:
+      self.told[key] = group
+      self.on_group(group)
 
   async def attempt(
     self,

@@ -22,6 +22,7 @@ from searchrl_jax.learn import update
 from searchrl_jax.lookup import ConfigError
 from searchrl_jax.rewards import core
 from searchrl_jax.rewards.core import RewardError
+from searchrl_jax.rollout import collector
 from searchrl_jax.store import checkpoint
 from searchrl_jax.types import Rewards
 from tests import tiny
@@ -110,7 +111,7 @@ def case(rng: random.Random, serve) -> str:
   owner, name = rng.choice(
     [
       (update.Updater, 'step'),
-      (train, 'rollout'),
+      (collector, 'rollout'),
       (checkpoint.Checkpointer, 'save'),
     ]
   )

@@ -12,6 +12,7 @@ from searchrl_jax import train
 from searchrl_jax.devices import signals
 from searchrl_jax.lookup import ConfigError
 from searchrl_jax.models import parameters
+from searchrl_jax.rollout import collector
 from searchrl_jax.run import build
 from searchrl_jax.store import records
 from tests import tiny
@@ -103,7 +104,7 @@ def test_a_step_of_trees_that_is_cut_is_resumed(
   c, folder = tree
   c = c.copy_and_resolve_references()
   c.rollout.concurrency = 3  # one tree after another
-  real, told = train.rollout, []
+  real, told = collector.rollout, []
   default = signal.getsignal(signal.SIGTERM)
 
   async def cut(*args, on_trajectory, step, **kw):
@@ -119,7 +120,7 @@ def test_a_step_of_trees_that_is_cut_is_resumed(
 
     return await real(*args, on_trajectory=tell, step=step, **kw)
 
-  monkeypatch.setattr(train, 'rollout', cut)
+  monkeypatch.setattr(collector, 'rollout', cut)
   with pytest.raises(signals.Stopped):
     train.train(c, str(tmp_path))
   before = told[12:]

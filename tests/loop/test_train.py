@@ -24,6 +24,7 @@ from searchrl_jax.engines.core import SyncError
 from searchrl_jax.evaluate import policy as evaluate
 from searchrl_jax.learn import objectives, update
 from searchrl_jax.models import parameters
+from searchrl_jax.rollout import collector
 from searchrl_jax.rollout.core import RolloutError
 from searchrl_jax.run import build, services
 from searchrl_jax.run.session import Session
@@ -141,7 +142,7 @@ def test_resume_is_bitwise(whole, tmp_path, monkeypatch, programs, where):
   with monkeypatch.context() as m:
     owner, name, nth = {
       'update': (update.Updater, 'step', 2),
-      'rollout': (train, 'rollout', 3),
+      'rollout': (collector, 'rollout', 3),
       'save': (checkpoint.Checkpointer, 'save', 2),
     }[where]
     real, calls = getattr(owner, name), []
@@ -181,7 +182,7 @@ def test_resume_after_a_signal_in_a_rollout_is_bitwise(
   config, folder, params = whole
   config = config.copy_and_resolve_references()
   config.checkpoint.every = 0
-  real, calls = train.rollout, []
+  real, calls = collector.rollout, []
 
   async def interrupted(*args, **kw):
     calls.append(1)
@@ -190,7 +191,7 @@ def test_resume_after_a_signal_in_a_rollout_is_bitwise(
     return await real(*args, **kw)
 
   with monkeypatch.context() as m:
-    m.setattr(train, 'rollout', interrupted)
+    m.setattr(collector, 'rollout', interrupted)
     with pytest.raises(signals.Stopped):
       train.train(config, str(tmp_path))
   train.train(config, str(tmp_path))
@@ -393,7 +394,7 @@ def test_another_corpus_is_not_trained_on(whole, tmp_path, monkeypatch):
 
 def test_a_signal_saves_first(url, tmp_path, monkeypatch):
   config = tiny.config(url)
-  real, calls = train.rollout, []
+  real, calls = collector.rollout, []
 
   async def interrupted(*args, **kw):
     calls.append(1)
@@ -401,7 +402,7 @@ def test_a_signal_saves_first(url, tmp_path, monkeypatch):
       os.kill(os.getpid(), signal.SIGTERM)
     return await real(*args, **kw)
 
-  monkeypatch.setattr(train, 'rollout', interrupted)
+  monkeypatch.setattr(collector, 'rollout', interrupted)
   before = signal.getsignal(signal.SIGTERM)
   with pytest.raises(signals.Stopped):
     train.train(config, str(tmp_path))
@@ -417,7 +418,7 @@ def test_a_dead_service_stops_the_run_and_saves(tmp_path):
   # that stops at once and an environment that takes anything for a search.
   with services.retrieval(_with_corpus(config), str(tmp_path)) as url:
     config.source.url = url
-    real = train.rollout
+    real = collector.rollout
 
     async def dead(*args, **kw):
       kw['source'] = Dead()
@@ -425,7 +426,7 @@ def test_a_dead_service_stops_the_run_and_saves(tmp_path):
       return await real(*args, **kw)
 
     with pytest.MonkeyPatch.context() as m:
-      m.setattr(train, 'rollout', dead)
+      m.setattr(collector, 'rollout', dead)
       with pytest.raises(RolloutError, match='no route'):
         train.train(config, str(tmp_path))
   assert checkpoint.of_run(config, str(tmp_path)).latest() == 0
@@ -576,7 +577,7 @@ def test_the_first_error_is_reported_if_saving_fails_too(
     async def fails(*args, **kw):
       raise RolloutError('the service is gone')
 
-    monkeypatch.setattr(train, 'rollout', fails)
+    monkeypatch.setattr(collector, 'rollout', fails)
   else:
 
     def fails(evaluator, step):

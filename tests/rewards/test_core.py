@@ -166,6 +166,71 @@ def test_errors_name_the_field(config, message):
     combine(config, GROUPS)
 
 
+SEEN = []  # the number of groups of each call
+
+
+async def of_step(groups, context):
+  SEEN.append(len(groups))
+  return core.per_trajectory(groups, lambda t: float(len(groups)))
+
+
+async def checked(groups, context):
+  return core.per_trajectory(groups, lambda t: 1.0)
+
+
+def _few(groups, rewards, context):
+  assert context.step == 3 and len(rewards.value) == len(core.flat(groups))
+  if len(groups) > 2:
+    raise ZeroDivisionError
+
+
+of_step.needs_step, checked.check_step = True, _few
+
+
+def of_parts(config, groups):
+  """The rewards of groups that are rewarded one after another."""
+
+  async def main():
+    config_, context = ConfigDict(config), core.RewardContext(step=3)
+    parts = [await core.of_groups(config_, [g], context) for g in groups]
+    return await core.of_step(config_, groups, parts, context)
+
+  return asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+  'terms',
+  [
+    {'a': fn('length', 0.3, per=0.7), 'b': fn('labelled', 0.1)},
+    {'a': fn('by_segment', 0.3), 'b': fn('length', 0.1)},
+    {'a': fn('by_token', 0.3), 'b': fn('picky'), 'c': fn('of_step')},
+  ],
+)
+def test_groups_earn_alone_what_they_earn_together(terms):
+  failed = [(trajectory(end='failed', id='r'),)]
+  groups = [*failed, *GROUPS, (trajectory(segment(5), id='s'),)]
+  one, two = combine(terms, groups), of_parts(terms, groups)
+  assert one.at == two.at and [*one.parts] == [*two.parts]
+  columns = [(one.valid, two.valid), *zip(one.value, two.value, strict=True)]
+  columns += [(one.parts[name], two.parts[name]) for name in one.parts]
+  for a, b in columns:
+    assert a.tobytes() == b.tobytes() and a.dtype == b.dtype
+
+
+def test_a_reward_that_needs_the_step_is_called_once():
+  SEEN.clear()
+  found = of_parts({'a': fn('of_step'), 'b': fn('length')}, GROUPS)
+  assert SEEN == [2]
+  np.testing.assert_array_equal(found.value, [2 + 2, 2 + 3, 0])
+
+
+def test_a_reward_may_refuse_a_step():
+  of_parts({'a': fn('checked')}, GROUPS)
+  for rewarded in (combine, of_parts):
+    with pytest.raises(ZeroDivisionError):
+      rewarded({'a': fn('checked')}, [*GROUPS, (trajectory(id='t'),)])
+
+
 def test_rewards_of_two_rounds_join():
   one = core.Rewards(
     np.float32([1, 0]), np.array([True, True]), parts={'em': np.float32([1, 0])}
@@ -177,5 +242,6 @@ def test_rewards_of_two_rounds_join():
   np.testing.assert_array_equal(both.valid, [True, True, False])
   np.testing.assert_array_equal(both.parts['em'], [1, 0, np.nan])
   np.testing.assert_array_equal(core.join(two, one).parts['em'], [np.nan, 1, 0])
+  np.testing.assert_array_equal(core.join(one, two, one).value, [1, 0, 0, 1, 0])
   tokens = core.Rewards((np.float32([0, 1]),), np.array([True]), 'token')
   assert len(core.join(tokens, tokens).value) == 2

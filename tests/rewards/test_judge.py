@@ -50,11 +50,13 @@ def by_answer(**said):
 
 
 async def rewarded(groups, url, after_em=True, **fields):
+  """The rewards of a step of these groups."""
   one = judge.Judge(config(url, **fields))
+  context = RewardContext(env=ENV, judge=one)
   try:
-    return await judge.correct(
-      groups, RewardContext(env=ENV, judge=one), after_em=after_em
-    )
+    found = await judge.correct(groups, context, after_em=after_em)
+    judge.correct.check_step(groups, found, context)
+    return found
   finally:
     await one.close()
 
@@ -237,7 +239,7 @@ def test_equal_answers_are_judged_once_and_failures_again():
 
   async def twice(url):
     one = judge.Judge(config(url, max_failed=1.0))
-    return [await one.verdicts(items, 3) for _ in range(3)]
+    return [await one.verdicts(items) for _ in range(3)]
 
   with chat_server.serve(lambda body: replies.pop(0)) as chats:
     found = asyncio.run(twice(chats.url))
@@ -272,10 +274,33 @@ def test_what_needs_no_verdict_counts_among_the_answers():
       asyncio.run(rewarded(groups, chats.url, max_failed=0.19))
 
 
+def test_missing_verdicts_count_among_all_groups_of_a_step():
+  """One of two in a group is too many; one of four in the step is not."""
+  terms = ConfigDict(
+    dict(judge=dict(fn='judge.correct', weight=1.0, after_em=True))
+  )
+  groups = [(one('bob'), one('Ann')), (one('Ann'), one('Ann'))]
+
+  async def main(url, groups):
+    judges = judge.Judge(config(url, max_failed=0.3))
+    context = RewardContext(env=ENV, judge=judges)
+    try:
+      parts = [await core.of_groups(terms, [g], context) for g in groups]
+      return await core.of_step(terms, groups, parts, context)
+    finally:
+      await judges.close()
+
+  with chat_server.serve(lambda body: 500) as chats:
+    found = asyncio.run(main(chats.url, groups))
+    np.testing.assert_array_equal(found.valid, [0, 1, 1, 1])
+    with pytest.raises(judge.JudgeError, match='1 verdicts on 2 answers'):
+      asyncio.run(main(chats.url, groups[:1]))
+
+
 def test_the_judge_sees_so_much_of_an_answer():
   with chat_server.serve(lambda body: verdict('incorrect')) as chats:
     long = 'x' * (judge.MOST + 9)
-    ask = judge.Judge(config(chats.url)).verdicts([('q', ('a',), long)], 1)
+    ask = judge.Judge(config(chats.url)).verdicts([('q', ('a',), long)])
     assert asyncio.run(ask) == [False]
   (asked,) = chats.asked
   assert json.loads(asked['messages'][-1]['content'])['answer'] == (

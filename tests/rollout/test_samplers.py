@@ -187,6 +187,31 @@ def test_each_end_is_told_once(name):
   )
 
 
+@EVERY
+def test_each_group_is_told_as_it_ends(name):
+  ended, told = [], []
+
+  def on_group(group):
+    ids = {t.id for t in ended}
+    told.append((group, len(ids)))
+    assert {t.id for t in group} <= ids
+
+  found = play(name, on_trajectory=ended.append, on_group=on_group)
+  groups = [group for group, _ in told]
+  assert {tuple(map(id, g)) for g in groups} == {
+    tuple(map(id, g)) for g in found.groups
+  }
+  assert len(groups) == len(found.groups) == 6
+  assert told[0][1] < found.stats.trajectories, 'others were still played'
+  # Those of an earlier start are told too.
+  done = {(t.question.id, t.sample): t for g in found.groups[:5] for t in g}
+  again = []
+  play(name, ended=done, on_group=again.append)
+  assert len(again) == 6 and {id(t) for g in again for t in g} >= {
+    id(t) for t in done.values()
+  }
+
+
 def counted(stats) -> dict[str, float]:
   """The counters of a step, without times."""
   found = dataclasses.asdict(stats)

@@ -119,7 +119,7 @@ def test_it_says_what_its_table_says(url):
 def test_a_schema_makes_a_verdict_of_whatever_it_would_say(url):
   items = [(f'Who is {i}?', ('Mira',), 'Mira') for i in range(8)]
   found = run(
-    lambda: judge.Judge(judging(url)), lambda one: one.verdicts(items, among=8)
+    lambda: judge.Judge(judging(url)), lambda one: one.verdicts(items)
   )
   # Its strings begin with i: "incorrect", though the answer is the gold.
   assert found == [False] * 8
