@@ -142,7 +142,7 @@ def apply(c, machine: str, model: str, tokens: int) -> None:
   preset = PRESETS[machine, sizes[0], tokens]
   c.mesh.data, c.mesh.fsdp, c.mesh.tensor = preset.mesh
   c.engine.slots, c.engine.host_gib = preset.slots, preset.host_gib
-  c.models.lora.rank = preset.rank
+  c.model.lora.rank = preset.rank
   if preset.rank:
     c.optim.lr = 1e-5
   c.model.remat = preset.remat

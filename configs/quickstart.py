@@ -104,7 +104,7 @@ def get_config(arg=None):
   c.batch.loss_fraction = 0.7
   c.optim.lr = 3e-4
   c.optim.b2 = 0.99
-  c.models.lora.rank = a.lora
+  c.model.lora.rank = a.lora
   if a.lora:
     c.optim.lr = 2e-3  # adapters start at 0 and take larger steps
   c.train.steps = 60

@@ -316,7 +316,7 @@ class RetrievalClient:
 
   def _learn(self, replica: Replica, identity: Any) -> None:
     self._replicas.learn(replica, identity)
-    replica.require_same(_HEALTH.path)
+    replica.require_same_corpus(_HEALTH.path)
 
   async def _once(self, replica: Replica, call: _Call, left: float) -> Any:
     url = replica.url + call.path
@@ -343,7 +343,7 @@ class RetrievalClient:
     status, headers = response.status_code, response.headers
     if (found := headers.get(IDENTITY_HEADER)) is not None:
       self._replicas.compare(replica, found)
-      replica.require_same(call.path)
+      replica.require_same_corpus(call.path)
     proxy = proxies.via(url) if status != 200 else ''
     problem = f'HTTP {status} {_excerpt(response)}{proxy}'
     queries = _failed_queries(response) if status in (502, 503) else ()

@@ -93,7 +93,7 @@ class Replica:
   known: bool = False  # its identity was checked
   differs: str = ''  # how its identity differs; it is then excluded for good
 
-  def require_same(self, path: str) -> None:
+  def require_same_corpus(self, path: str) -> None:
     if self.differs:
       raise RetrievalError('different', self.url + path, self.differs)
 
@@ -139,7 +139,7 @@ class Replicas:
       now = self._clock()
       alike = [r for r in replicas if not r.differs]
       if not alike:
-        replicas[-1].require_same(path)
+        replicas[-1].require_same_corpus(path)
       closed = [r for r in alike if r.known and r.failures < self._failures]
       idle = [r for r in alike if not r.probing and r.open_until <= now]
       if ready := [r for r in idle if r not in closed]:

@@ -83,8 +83,8 @@ def check(config: ConfigDict) -> None:
     f'steps={config.train.steps}, and 0 where there is no critic',
   )
   lookup.require(
-    not (config.models.lora.rank and c.path),
-    f'config.critic.path={c.path!r} with config.models.lora: the critic has '
+    not (config.model.lora.rank and c.path),
+    f'config.critic.path={c.path!r} with config.model.lora: the critic has '
     "adapters of its own on the policy's parameters; leave it empty",
   )
   optim.schedule(c, optim.critic_updates(config), 'config.critic')
@@ -203,10 +203,10 @@ def check_engine(config: ConfigDict) -> None:
     )
   if config.source.module == simulated.SIMULATED:
     simulated.check(config.source.simulator)
-  rank = config.models.lora.rank
+  rank = config.model.lora.rank
   lookup.require(
     not rank or cluster.size() == 1,
-    f'config.models.lora.rank={rank}: adapters are trained by one process, '
+    f'config.model.lora.rank={rank}: adapters are trained by one process, '
     'with all devices of a node; use rank 0 on several',
   )
   env, engine, model = config.env, config.engine, config.model

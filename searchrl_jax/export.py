@@ -3,8 +3,8 @@
   python -m searchrl_jax.export --workdir=runs/mine --out=exported
 
 transformers, vLLM and --config.model.path can load the folder. Adapters
-(config.models.lora) are merged into the weights; with --adapter they are
-written alone, for PEFT, vLLM and --config.models.lora.path. The chat template
+(config.model.lora) are merged into the weights; with --adapter they are
+written alone, for PEFT, vLLM and --config.model.lora.path. The chat template
 renders one message, a question, as the prompts of the run; generation_config
 has what an evaluation samples with; README.md is a model card with the figures
 that the run folder holds.
@@ -84,7 +84,7 @@ def export(
   step = checkpoint.of_run(config, workdir).resolve(which)
   card = {'README.md': model_card(config, workdir, step, adapter)}
   if adapter:
-    message = f'--adapter: {workdir} has none (config.models.lora.rank=0)'
+    message = f'--adapter: {workdir} has none (config.model.lora.rank=0)'
     lookup.require(cfg.lora, message)
     adapters, _ = lora.split(cfg, params)
     # What the adapters belong to: a run that it started from, or the model.

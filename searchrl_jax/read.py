@@ -15,7 +15,7 @@
 Steps count from 0; -1 is the evaluation before the first update. The frames of
 a trajectory share the columns `step` and `id` (of its question, role and
 sample). The formats are those of `store/writer.py`, `store/records.py` and
-`evaluate/ledger.py`, which also read and write them.
+`evaluate/files.py`, which also read and write them.
 """
 
 import codecs
@@ -33,7 +33,7 @@ import numpy as np
 import pandas as pd
 
 from searchrl_jax import lookup
-from searchrl_jax.evaluate import ledger
+from searchrl_jax.evaluate import files
 from searchrl_jax.rewards import equivalence
 from searchrl_jax.run import build
 from searchrl_jax.store import folders, records
@@ -262,16 +262,16 @@ class Run:
     Raises:
       RunError: there is none.
     """
-    paths = sorted(self.folder.glob(f'**/{ledger.ROWS}'))
+    paths = sorted(self.folder.glob(f'**/{files.ROWS}'))
     records.require(
       paths,
-      f'{self.folder} holds no evaluation ({ledger.ROWS}): `evaluate` writes '
+      f'{self.folder} holds no evaluation ({files.ROWS}): `evaluate` writes '
       'one; those made while it trained are in `metrics` and the part eval',
     )
     return pd.DataFrame(
       {'folder': str(path.parent), 'evaluation': name} | dataclasses.asdict(row)
       for path in paths
-      for name, rows in ledger.read_all(path.parent).items()
+      for name, rows in files.read_all(path.parent).items()
       for row in rows
     )
 

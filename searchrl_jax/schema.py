@@ -15,14 +15,14 @@ from ml_collections import ConfigDict
 from searchrl_jax import lookup
 
 _PARTS = (
-  'model models mesh data env source engine rollout judge algorithm critic '
+  'model mesh data env source engine rollout judge algorithm critic '
   'batch optim sft train checkpoint eval log'
 )
 
 CHOICES = {
   'model.remat': ('none', 'block', 'attention', 'mlp', 'matmuls'),
   'model.attention': ('auto', 'xla', 'cudnn', 'splash'),
-  'models.lora.dtype': ('', 'float32', 'bfloat16', 'float16'),
+  'model.lora.dtype': ('', 'float32', 'bfloat16', 'float16'),
   'data.prompt': ('template', 'as_is'),
   'env.information': ('source', 'policy'),
   'env.answer': ('tags', 'boxed'),
@@ -41,10 +41,7 @@ CHOICES = {
 }
 
 # Former names of fields, and their names now.
-RENAMED = {
-  'algorithm.tis_beyond': 'algorithm.tis_mode',
-  'critic.alone': 'critic.pretrain_steps',
-}
+RENAMED = {'models.lora': 'model.lora'}
 
 # (fields, whether a value is allowed, which are)
 RANGES = (
@@ -64,7 +61,7 @@ RANGES = (
     'env.max_turns rollout.concurrency rollout.refill rollout.max_staleness '
     'rollout.mismatch_alarm critic.lr critic.clip critic.warmup optim.warmup '
     'sft.warmup eval.questions eval.temperature eval.every checkpoint.every '
-    'train.seconds sft.seconds log.trajectories_every models.lora.rank '
+    'train.seconds sft.seconds log.trajectories_every model.lora.rank '
     'source.simulator.temperature',
     lambda x: x >= 0,
     'at least 0',
@@ -72,7 +69,7 @@ RANGES = (
   ('env.real_searches', lambda x: x >= -1, 'a number, or -1 for all'),
   (
     'optim.lr sft.lr source.timeout source.simulator.timeout judge.timeout '
-    'models.lora.alpha algorithm.tis_cap',
+    'model.lora.alpha algorithm.tis_cap',
     lambda x: x > 0,
     'above 0',
   ),
@@ -149,13 +146,13 @@ def base() -> ConfigDict:
 
   # Adapters of the policy and its critic, trained in place of the parameters,
   # which stay as they started (models/lora.py).
-  c.models.lora = ConfigDict()
-  c.models.lora.rank = 0  # 0 = every parameter is trained
-  c.models.lora.alpha = 32.0  # an adapter is scaled by alpha / rank
+  c.model.lora = ConfigDict()
+  c.model.lora.rank = 0  # 0 = every parameter is trained
+  c.model.lora.alpha = 32.0  # an adapter is scaled by alpha / rank
   # A regex of the names of projections that get one, matched whole.
-  c.models.lora.target = 'q|k|v|o|gate|up|down'
-  c.models.lora.dtype = ''  # of the frozen parameters; '' = model.dtype
-  c.models.lora.path = ''  # a PEFT folder to start from; '' = fresh ones
+  c.model.lora.target = 'q|k|v|o|gate|up|down'
+  c.model.lora.dtype = ''  # of the frozen parameters; '' = model.dtype
+  c.model.lora.path = ''  # a PEFT folder to start from; '' = fresh ones
 
   # Devices on each axis; one may be -1, the rest
   c.mesh.data = -1
@@ -239,7 +236,7 @@ def base() -> ConfigDict:
   # fields}. A block of the template calls one by name.
   c.tools = ConfigDict()
 
-  c.engine.module = 'jax_sampler'
+  c.engine.module = 'jax'
   c.engine.slots = 64  # sequences decoded together
   c.engine.max_len = 1024  # tokens in a slot's cache
   c.engine.chunk = 8  # tokens decoded on the device per call
@@ -423,9 +420,8 @@ def check(config: ConfigDict) -> None:
   """
   for old, new in RENAMED.items():
     part, _, name = old.rpartition('.')
-    known = operator.attrgetter(part)(config)
     message = f'config.{old} has been renamed: use config.{new}'
-    lookup.require(name not in known, message)
+    lookup.require(name not in config.get(part, ()), message)
   for field, choices in CHOICES.items():
     value = operator.attrgetter(field)(config)
     hint = lookup.near(str(value), choices)

@@ -269,7 +269,7 @@ def sft(config, workdir: str) -> dict[str, float]:
 def _sft(config, workdir: str) -> dict[str, float]:
   """`sft`, in a folder that this process has."""
   c = config.sft
-  build.require_same(config)
+  build.require_same_run(config)
   tok = build.tokenizer(config, workdir)
   taught = config.copy_and_resolve_references()
   taught.env.train_information = True
@@ -285,7 +285,7 @@ def _sft(config, workdir: str) -> dict[str, float]:
     print(kinds(trajectories, env), file=sys.stderr, flush=True)
   traces = digest(trajectories)
   # Each process has searched by itself.
-  cluster.require_same(functools.partial(dict, traces=traces))
+  cluster.require_agreement(functools.partial(dict, traces=traces))
 
   mesh = build.mesh(config)
   cfg = parameters.model_config(config, tok.vocab_size)

@@ -1,6 +1,6 @@
 """The training loop, top to bottom:
 
-    rollouts -> rewards -> batch -> scores -> advantages -> update -> publish
+    rollouts -> rewards -> batch -> log-probs -> advantages -> update -> publish
 
   python -m searchrl_jax.train --config=configs/quickstart.py --workdir=runs/x
 
@@ -54,7 +54,7 @@ def _train(config, workdir: str) -> dict[str, float]:
     'data.eval': [*itertools.chain(*sets.values())],
   }
   questions = [*itertools.chain(*asked.values())]
-  build.require_same(config, questions)
+  build.require_same_run(config, questions)
   tok = build.tokenizer(config, workdir)
   env = build.environment(config, tok)
   checks.check_prompts(env, questions)
@@ -109,11 +109,11 @@ def _train(config, workdir: str) -> dict[str, float]:
           shards=learner.shards,
           seed=(config.seed, run.step),
         )
-      scores = learner.scores(batch.minibatches, run.writer.timer)
-      given = credit.assign(config, batch, **scores._asdict(), greedy=baseline)
+      outputs = learner.outputs(batch.minibatches, run.writer.timer)
+      given = credit.assign(config, batch, **outputs._asdict(), greedy=baseline)
 
       # Advantages -> loss -> update; `end_step` publishes the weights.
-      learned = learner.update(batch.minibatches, scores, given, run)
+      learned = learner.update(batch.minibatches, outputs, given, run)
       metrics = {
         **{f'train/{k}': v for k, v in (learned | given.metrics).items()},
         **{f'reward/{k}': rewards.mean(v) for k, v in reward.parts.items()},
@@ -127,7 +127,7 @@ def _train(config, workdir: str) -> dict[str, float]:
       }
       run.end_step(
         metrics,
-        [learner.record(batch, scores, given)],
+        [learner.record(batch, outputs, given)],
         reward='reward',
         em='reward/em',
         searches='health/searches',

@@ -90,7 +90,7 @@ def write(
       stem = folder / f'{n}_{part}_{step}'
       rows += ({'run': n} | row for row in _step(run, part, step, count, stem))
   if len(runs) > 1:
-    _require_same(runs, rows)
+    _require_comparable(runs, rows)
   questions = {
     q: n for n, q in enumerate(dict.fromkeys(r['asked'] for r in rows))
   }
@@ -247,7 +247,9 @@ def _search(found, supporting: Sequence[str]) -> dict[str, Any]:
   return out | {'passages': passages, 'seconds': seconds, 'text': found.text}
 
 
-def _require_same(runs: Sequence[read.Run], rows: Sequence[Mapping]) -> None:
+def _require_comparable(
+  runs: Sequence[read.Run], rows: Sequence[Mapping]
+) -> None:
   """Raises RunError unless equal ids are equal questions, and there are any."""
   names = ' and '.join(str(run.folder) for run in runs)
   a, b = (

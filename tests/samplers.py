@@ -22,7 +22,7 @@ async def best(questions, services, *, attempts: int) -> list[Group]:
         handle = services.open(start[1].prompt)
         branch = ('attempt', n) if n else ()
         found.append(await services.attempt(handle, *start, sample, branch))
-    rewards = await services.score([(t,) for t in found])
+    rewards = await services.reward([(t,) for t in found])
     value = np.where(rewards.valid, rewards.value, -np.inf)
     services.record(found[int(np.argmax(value))])
 
@@ -53,7 +53,7 @@ async def hinted(questions, services, *, hint: str) -> list[Group]:
     asked = dataclasses.replace(question, text=text)
     plain, other = services.starts([question, asked])
     found = await services.gather(attempt(plain, n) for _, n in names)
-    rewards = await services.score([tuple(found)])
+    rewards = await services.reward([tuple(found)])
     if not np.any(rewards.value):
       again = await services.gather(
         attempt(other, n, ['hint']) for _, n in names
@@ -115,7 +115,7 @@ async def scripted(questions, services) -> list[Group]:
         text = texts.pop()
         ids = np.array(env.tokenizer.encode(text), np.int32)
         history = np.concatenate([s.ids for s in state.segments])
-        logps = await engine.score([*history.tolist(), *ids.tolist()])
+        logps = await engine.logps([*history.tolist(), *ids.tolist()])
         stop = next(s for s in action.stops if text.endswith(s))
         versions = np.full(len(ids), engine.version, np.int32)
         event = Completion(ids, logps[-len(ids) :], stop, versions)

@@ -209,7 +209,7 @@ def test_help_helps():
       '127.0.0.1:9',
     ),
     (['--config.data.train.micro.spilt=x'], 'spilt'),
-    (['--config.engine.module=jax_sampller'], "did you mean 'jax_sampler'"),
+    (['--config.engine.module=jaxx'], "did you mean 'jax'"),
     (['--config=configs/quickstar.py'], "'configs/quickstart.py'"),
     (['--config=configs/quickstart.py:sed=1'], "'seed'"),
     (['--config.reward.em.fn=answer.emm'], "'em'"),

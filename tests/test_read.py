@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from searchrl_jax import read
-from searchrl_jax.evaluate import grading, ledger
+from searchrl_jax.evaluate import files, grading
 from searchrl_jax.store import records
 from searchrl_jax.store.records import RunError
 from tests import viewed
@@ -113,7 +113,7 @@ def test_rows_of_evaluations(tmp_path):
   ]
   for where, names in (('a', ('eval',)), ('b', ('eval', 'shuffled'))):
     found = {n: grading.Evaluation([], rows, [], 0.0) for n in names}
-    ledger.write_rows(tmp_path / where, found)
+    files.write_rows(tmp_path / where, found)
   frame = read.run(tmp_path).evaluations()
   assert (
     frame.groupby(['folder', 'evaluation'], sort=False).em.sum().tolist()

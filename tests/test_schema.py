@@ -88,7 +88,8 @@ def test_a_choice_that_is_none_is_told_with_a_near_one():
 def test_a_renamed_field_is_refused_with_its_new_name(old, new):
   config = schema.base()
   operator.attrgetter(new)(config)
-  config.update_from_flattened_dict({old: 1})  # in a recipe, or a run folder
+  part, name = old.split('.')
+  config.update({part: {name: 1}})  # in a recipe, or a run folder
   with pytest.raises(ConfigError, match=f'config.{old} .*config.{new}'):
     schema.check(config)
 

@@ -67,7 +67,7 @@ async def likelihood(trajectories, context, *, frame: str):
   opened = tok.encode_template(frame or context.env.template.answer[0])
 
   async def of(ids: tuple, n: int):
-    return float(np.exp((await engine.score(ids))[-n:].mean()))
+    return float(np.exp((await engine.logps(ids))[-n:].mean()))
 
   wanted = []
   for t in trajectories:

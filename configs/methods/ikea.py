@@ -70,7 +70,7 @@ async def reward(
     text = ''.join(env.tokenizer.decode(ids) for ids in written)
     return text.count(env.template.search[0])
 
-  def score(trajectory, attempt):
+  def reward(trajectory, attempt):
     thought = any(
       b.kind == 'think' and b.author == 'policy' and b.complete and b.text
       for b in env.blocks(trajectory)
@@ -84,7 +84,9 @@ async def reward(
     return dict(value=value, em=attempt.right, valid=valid)
 
   count = tags if version == 'as_released' else efficiency.executed
-  return efficiency.compared(groups, context, score, credit=credit, count=count)
+  return efficiency.compared(
+    groups, context, reward, credit=credit, count=count
+  )
 
 
 def _needs(fields):

@@ -73,7 +73,7 @@ async def reward(groups, context, *, scale, smoothing, form, version, credit):
     form, version, credit: see the module.
   """
 
-  def score(trajectory, attempt):
+  def reward(trajectory, attempt):
     del trajectory
     n = attempt.fewest if form == 'grpo' else None
     n = n if attempt.needed is None else attempt.needed
@@ -82,7 +82,7 @@ async def reward(groups, context, *, scale, smoothing, form, version, credit):
     value = (1 - scale) * attempt.right + scale * paid
     return dict(value=value, em=attempt.right, tool=r)
 
-  return efficiency.compared(groups, context, score, credit=credit)
+  return efficiency.compared(groups, context, reward, credit=credit)
 
 
 def _check(config, fields):

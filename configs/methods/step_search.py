@@ -67,12 +67,12 @@ async def end(groups, context, *, key: float, match: str, unanswered: float):
   'last', as released. A query matches the look-up that it is most like.
   """
 
-  def score(t):
+  def reward(t):
     if context.env.answer(t) is None:
       return unanswered
     return key * matched(t, match) if key else 0.0
 
-  return per_trajectory(groups, score)
+  return per_trajectory(groups, reward)
 
 
 def matched(trajectory, match: str) -> float:

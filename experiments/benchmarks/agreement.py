@@ -5,12 +5,12 @@
 
 100 distinct random prompts of 32 tokens, 64 new tokens, a random Qwen2 model
 of 1.1 million parameters whose distributions are neither flat nor one-hot.
-Greedy in float32: the ids of `jax_sampler`, of a vLLM server on CPU and of
+Greedy in float32: the ids of `jax`, of a vLLM server on CPU and of
 transformers' generate are compared. Where two part, the choice was a tie if
 the trainer's own log-probs of the two tokens there differ by less than 1e-5:
 those are counted and shown; anything else fails the bar. At temperature 1: the
 log-probs that vLLM recorded of what it sampled, against those that
-`jax_sampler` gives the same ids, in float32 and in bfloat16.
+`jax` gives the same ids, in float32 and in bfloat16.
 """
 
 import asyncio
@@ -72,13 +72,13 @@ def partings(cfg, params, prompts, ours, theirs) -> list[dict]:
 
 
 def greedy_rows(cfg, params, prompts, greedy) -> list[dict]:
-  """The ids of the in-process sampler against those of each other engine."""
+  """The ids of the in-process engine against those of each other engine."""
   rows = []
   for name in ('vllm', 'transformers'):
-    parted = partings(cfg, params, prompts, greedy['jax_sampler'], greedy[name])
+    parted = partings(cfg, params, prompts, greedy['jax'], greedy[name])
     rows.append(
       {
-        'what': f'greedy ids, jax_sampler and {name}',
+        'what': f'greedy ids, jax and {name}',
         'dtype': 'float32',
         'same': PROMPTS - len(parted),
         'ties': sum(p['tie'] for p in parted),
@@ -92,7 +92,7 @@ async def apart(ours, theirs, prompts) -> np.ndarray:
   """|difference| of the log-probs of each token that `theirs` samples."""
   ids, recorded = await sample(theirs, prompts, 1.0)
   scored = await asyncio.gather(
-    *(ours.score([*p, *c]) for p, c in zip(prompts, ids, strict=True))
+    *(ours.logps([*p, *c]) for p, c in zip(prompts, ids, strict=True))
   )
   return np.concatenate(
     [
@@ -115,7 +115,7 @@ def measure(dtype: str) -> list[dict]:
     engines.make_tokenizer(folder / 'tokenizer')
     both = {
       name: engines.start(loop, module, cfg, params, config, folder / name)
-      for name, module in (('jax_sampler', sampler), ('vllm', client))
+      for name, module in (('jax', sampler), ('vllm', client))
     }
     if dtype == 'float32':
       greedy = {
@@ -130,7 +130,7 @@ def measure(dtype: str) -> list[dict]:
     differences = loop.run(apart(*both.values(), prompts))
   rows.append(
     {
-      'what': 'log-probs of what vllm sampled, by jax_sampler',
+      'what': 'log-probs of what vllm sampled, by jax',
       'dtype': dtype,
       'mean_abs': float(differences.mean()),
       'max_abs': float(differences.max()),

@@ -1,4 +1,4 @@
-"""The in-process sampler against a vLLM server on CPU, through one interface.
+"""The in-process engine against a vLLM server on CPU, through one interface.
 
   make sidecar
   python -m experiments.benchmarks.engines --out=engines.json
@@ -32,7 +32,6 @@ from experiments.benchmarks import harness, models, multiturn
 from experiments.benchmarks.sampler import PROMPT, ROWS, Ids, batch
 from searchrl_jax import schema as config_lib
 from searchrl_jax.devices.signals import Loop
-from searchrl_jax.engines.jax import sampler as jax_sampler
 from searchrl_jax.engines.vllm import client
 from searchrl_jax.engines.weights import sync
 from searchrl_jax.models import decoder
@@ -142,7 +141,7 @@ def measure(size: str) -> list[dict]:
     folder = pathlib.Path(name)
     make_tokenizer(folder / 'tokenizer')
     for side, module, count in (
-      ('jax', jax_sampler, 1),
+      ('jax', jax, 1),
       ('vllm_1', client, 1),
       ('vllm_2', client, 2),
     ):

@@ -131,7 +131,7 @@ class Script:
       -np.exp(self._rng.normal(-3.0, 2.5, n)).clip(0, 20).astype(np.float32)
     )
 
-  def scores(self, batches) -> list[list[np.ndarray]]:
+  def outputs(self, batches) -> list[list[np.ndarray]]:
     """The engine's log-probs with the noise of another program."""
     return [
       [
@@ -230,7 +230,7 @@ def step(config, env, tok, script, questions, writer, loop) -> dict:
     lambda: batching.of_step(groups, reward, config, shards=1, seed=(0, 0)),
   )
   batches = batch.minibatches
-  old = script.scores(batches)
+  old = script.outputs(batches)
   given = stage(
     'credit',
     lambda: credit.assign(

@@ -36,7 +36,7 @@ from experiments.benchmarks.sampler import Ids
 from searchrl_jax import schema as config_lib
 from searchrl_jax.engines.core import Sampling
 from searchrl_jax.engines.jax import device
-from searchrl_jax.engines.jax.sampler import JaxSampler
+from searchrl_jax.engines.jax.engine import JaxEngine
 from searchrl_jax.models import decoder
 from searchrl_jax.rollout.chains import rollout
 from searchrl_jax.text.env import Done, Generate, Search
@@ -192,12 +192,12 @@ def barrier(engine, items, one: bool) -> None:
   asyncio.run(main())
 
 
-def make_engine(slots: int, host_gib: float = 1.0) -> tuple[JaxSampler, dict]:
+def make_engine(slots: int, host_gib: float = 1.0) -> tuple[JaxEngine, dict]:
   """The engine, warm, and the parameters it has a copy of."""
   config = config_lib.base().engine
   config.slots, config.max_len, config.host_gib = slots, LIMIT, host_gib
   params = decoder.init_params(MODEL, jax.random.key(0))
-  engine = JaxSampler(MODEL, params, Ids(), config)
+  engine = JaxEngine(MODEL, params, Ids(), config)
   engine.warmup()
   return engine, params
 

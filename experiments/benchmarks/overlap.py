@@ -2,7 +2,7 @@
 
   python -m experiments.benchmarks.overlap --out=overlap.json
 
-Seconds a step at staleness 0 and 1. The engine (the in-process sampler, and
+Seconds a step at staleness 0 and 1. The engine (the in-process engine, and
 this whole process) has one core. The update is a process that computes on
 another core for as long as the rollouts of a step take, by its own processor
 time. Rollouts, searches of 200 ms +- 100 ms and syncs are real: the `collector`

@@ -1,4 +1,4 @@
-"""Tokens/s of the in-process sampler against transformers' generate, on CPU.
+"""Tokens/s of the in-process engine against transformers' generate, on CPU.
 
   python -m experiments.benchmarks.sampler --out=sampler.json
 
@@ -31,7 +31,7 @@ from searchrl_jax import schema as config_lib
 from searchrl_jax.engines.core import Sampling
 from searchrl_jax.engines.jax import caches as kv
 from searchrl_jax.engines.jax import decode
-from searchrl_jax.engines.jax.sampler import JaxSampler
+from searchrl_jax.engines.jax.engine import JaxEngine
 from searchrl_jax.models import decoder
 from searchrl_jax.types import Prompt
 
@@ -75,7 +75,7 @@ class Ours:
     config.slots, config.max_len, config.chunk = ROWS, PROMPT + NEW, CHUNK
     config.prefill_rows = ROWS
     params = decoder.init_params(cfg, jax.random.key(0))
-    self._engine = JaxSampler(cfg, params, Ids(), config)
+    self._engine = JaxEngine(cfg, params, Ids(), config)
     self._rng = np.random.default_rng(0)
     self.host = []  # seconds of each batch outside the device's calls
 

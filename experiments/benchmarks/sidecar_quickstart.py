@@ -23,7 +23,7 @@ from experiments.benchmarks import harness
 from searchrl_jax import sft, train
 from searchrl_jax.run import services
 
-ENGINES = ('jax_sampler', 'vllm')
+ENGINES = ('jax', 'vllm')
 
 
 def measure() -> list[dict]:

@@ -13,7 +13,7 @@ one to others. Memory is what the process (trainer; vLLM's
 worker) held at most during the sync beyond what it held before it, without the
 published files, which lie in /dev/shm if it has room.
 
-With --rank, adapters of that rank (config.models.lora) are also synced alone,
+With --rank, adapters of that rank (config.model.lora) are also synced alone,
 to a server of their own that holds the base:
 
   python -m experiments.benchmarks.sync --cases=28m --rank=16 --out=...

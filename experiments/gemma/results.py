@@ -32,7 +32,7 @@ from experiments.gemma import questions
 from experiments.gemma.rows import TRAINED
 from searchrl_jax import schema
 from searchrl_jax.data import core as data
-from searchrl_jax.evaluate import grading, ledger
+from searchrl_jax.evaluate import files, grading
 from searchrl_jax.rewards import scores
 from searchrl_jax.store import records
 from searchrl_jax.sweep import core, figures, stages
@@ -64,7 +64,7 @@ def complete(sweep: core.Sweep, workdir: pathlib.Path):
 
 def hits(folder: pathlib.Path, evaluation: str = 'eval') -> dict[str, float]:
   """Exact match by question."""
-  rows = ledger.read_rows(str(folder), evaluation)
+  rows = files.read_rows(str(folder), evaluation)
   return {q: em for (_, q), em in grading.by_question(rows, 'em').items()}
 
 
@@ -84,7 +84,7 @@ def entries(arm: core.Arm, case: str, name: str, folder, short) -> list[dict]:
   values = json.loads((folder / 'values.json').read_text())
   if not values:  # only seed 0 has this evaluation
     return []
-  rows = json.loads((folder / ledger.MANIFEST).read_text())
+  rows = json.loads((folder / files.MANIFEST).read_text())
   done = json.loads((folder.parent / 'done.json').read_text())
   seconds = json.loads((folder.parent / 'seconds.json').read_text())
   (where,) = rows['sets']
@@ -98,7 +98,7 @@ def entries(arm: core.Arm, case: str, name: str, folder, short) -> list[dict]:
     for part, ids in parts.items():
       kept = [
         row
-        for row in ledger.read_rows(str(folder), label)
+        for row in files.read_rows(str(folder), label)
         if ids is None or row.question in ids
       ]
       entry: dict[str, Any] = {

@@ -171,7 +171,7 @@ def get_sweep(arg=None):
     'env.max_turns': 2,
     'env.max_turn_tokens': 48,
   }
-  lora = {'models.lora.rank': 32, 'optim.lr': 2e-4}
+  lora = {'model.lora.rank': 32, 'optim.lr': 2e-4}
   starts = {
     'good': rows.Start(config('good'), shared=True),
     'hesitant': rows.Start(config('hesitant'), shared=True),

@@ -114,11 +114,11 @@ async def parity(groups, context):
   """The share of even ids among those that the policy wrote."""
   del context
 
-  def score(trajectory):
+  def reward(trajectory):
     ids = [s.ids for s in trajectory.trained if s.author == 'policy']
     return float(np.mean(np.concatenate(ids) % 2 == 0))
 
-  return rewards.per_trajectory(groups, score)
+  return rewards.per_trajectory(groups, reward)
 
 
 class Search(Source):

@@ -66,7 +66,7 @@ def plan(small: bool) -> tuple[Stage, ...]:
     Stage('search'),
     Stage('sampler'),
     Stage('memory'),
-    Stage('lora', 'grpo', ('models.lora.rank=32',)),
+    Stage('lora', 'grpo', ('model.lora.rank=32',)),
     Stage('vllm', fields=vllm, memory=0.65),
   )
 

@@ -36,7 +36,7 @@ from searchrl_jax.aot import costs, gate
 from searchrl_jax.engines.core import Sampling
 from searchrl_jax.engines.jax import caches as kv
 from searchrl_jax.engines.jax import decode, device
-from searchrl_jax.engines.jax.sampler import JaxSampler
+from searchrl_jax.engines.jax.engine import JaxEngine
 from searchrl_jax.learn import batching, credit
 from searchrl_jax.learn.learner import Learner
 from searchrl_jax.models import parameters
@@ -157,9 +157,9 @@ def update(config, out, small) -> dict:
       batch = batching.of_step(
         groups, reward, config, shards=learner.shards, seed=(config.seed, i)
       )
-    scores = learner.scores(batch.minibatches, timer)
-    given = credit.assign(config, batch, **scores._asdict(), greedy=None)
-    learned = learner.update(batch.minibatches, scores, given, run)
+    outputs = learner.outputs(batch.minibatches, timer)
+    given = credit.assign(config, batch, **outputs._asdict(), greedy=None)
+    learned = learner.update(batch.minibatches, outputs, given, run)
     rows.append(
       {
         'case': f'update {i}',
@@ -194,7 +194,7 @@ def search(config, out, small) -> dict:
   return {'rows': found['rows'], 'bars': found['bars']}
 
 
-# The in-process sampler.
+# The in-process engine.
 
 
 def sampler(config, out, small) -> dict:
@@ -206,7 +206,7 @@ def sampler(config, out, small) -> dict:
   """
   del out
   cfg, mesh, params = policy(config)
-  engine = JaxSampler(cfg, params, Ids(), config.engine, mesh)
+  engine = JaxEngine(cfg, params, Ids(), config.engine, mesh)
   del params
   bandwidth = copy_bandwidth(64 if small else 4096)
   e = config.engine

@@ -64,7 +64,7 @@ def quickstart(config, workdir: str, *, controls: bool = False) -> dict:
     out.rule('2. warm start: supervised, on scripted traces')
     with clock('warm_start'):
       warm = config.copy_and_resolve_references()
-      warm.models.lora.rank = 0  # adapters start from the same warm start
+      warm.model.lora.rank = 0  # adapters start from the same warm start
       sft.sft(warm, str(folder / 'warm'))
 
     out.rule('3. reinforcement learning: questions and answers alone')

@@ -75,7 +75,7 @@ def check(config: ConfigDict) -> None:
   if s.frozen and config.engine.url:
     raise ConfigError(
       f'config.engine.url={config.engine.url!r} with selfplay.frozen: two sets '
-      "of weights cannot share servers; use engine.module='jax_sampler', or "
+      "of weights cannot share servers; use engine.module='jax', or "
       'let the engine start servers of its own'
     )
   for name in ('reuse_threshold', 'keep_ratio', 'min_valid'):

@@ -186,7 +186,7 @@ class Sampler:
           role=role,
           on_trajectory=self._ended.keep,
           ended=self._ended.named(role),
-          score=self._rewards,  # the solver's sampler alone may ask
+          reward=self._rewards,  # the solver's sampler alone may ask
         )
       )
     self._stats.append(found.stats)
@@ -301,12 +301,12 @@ def _train(config, workdir: str) -> dict[str, float]:
             shards=learner.shards,
             seed=(config.seed, run.step, i),
           )
-        scores = learner.scores(batch.minibatches, run.writer.timer, role)
-        given = credit.assign(c, batch, **scores._asdict(), greedy=None)
-        learned = learner.update(batch.minibatches, scores, given, run, role)
+        outputs = learner.outputs(batch.minibatches, run.writer.timer, role)
+        given = credit.assign(c, batch, **outputs._asdict(), greedy=None)
+        learned = learner.update(batch.minibatches, outputs, given, run, role)
         learned |= given.metrics | dict(batch.counts)
         metrics |= {f'{role}/{k}': v for k, v in learned.items()}
-        records[role] = learner.record(batch, scores, given, role)
+        records[role] = learner.record(batch, outputs, given, role)
       pool.add([q for q in found.asked if q.source != game.DUMMY], found.shares)
       sampler.finish()
       pool.tick(run.step + 1)

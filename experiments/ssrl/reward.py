@@ -62,7 +62,7 @@ def _scored(groups, context: RewardContext, weight: float, of) -> Rewards:
   if not 0 <= weight <= 1:
     raise RewardError(f'format_weight={weight}: a share in 0..1')
 
-  def score(t: Trajectory) -> dict[str, float]:
+  def reward(t: Trajectory) -> dict[str, float]:
     em = scores.exact_match(context.env.answer(t), t.question.answers)
     form = float(of(format_score(t, context.env)))
     return {
@@ -71,7 +71,7 @@ def _scored(groups, context: RewardContext, weight: float, of) -> Rewards:
       'format': form,
     }
 
-  return per_trajectory(groups, score)
+  return per_trajectory(groups, reward)
 
 
 def format_score(trajectory: Trajectory, env: SearchEnv) -> float:

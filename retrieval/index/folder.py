@@ -90,7 +90,7 @@ def check_corpus(
   """Raises FolderError if the corpus is not the one of the manifest."""
   found = {'count': len(corpus), 'sha256': corpus.sha256}
   what = 'corpus.arrow is not the corpus of manifest.json'
-  require_same(path, what, 'corpus.', manifest['corpus'], found)
+  require_same_parts(path, what, 'corpus.', manifest['corpus'], found)
 
 
 def open_vectors(
@@ -118,7 +118,7 @@ def open_vectors(
   found['sample_sha256'] = files.sample_sha256(path)
   stated = {**stated, 'shape': [count, stated['dim']]}
   what = 'vectors.npy is not that of manifest.json'
-  require_same(folder, what, 'vectors.', stated, found)
+  require_same_parts(folder, what, 'vectors.', stated, found)
   return vectors
 
 
@@ -150,7 +150,7 @@ def open_index(
     index = BM25Index.open(path / 'bm25')
     asked = {**index.parameters, **stated, **options}
     what = 'bm25 was built otherwise'
-    require_same(path, what, 'bm25.', asked, index.parameters)
+    require_same_parts(path, what, 'bm25.', asked, index.parameters)
   elif kind == 'dense_jax':
     from retrieval.index.dense_jax import DenseJax
 
@@ -163,7 +163,7 @@ def open_index(
     index = DenseFaiss(file, encoder, **usual | options)
     what = f'faiss/{file.name} is not that of manifest.json'
     sample = {'sample_sha256': index.parameters['sample_sha256']}
-    require_same(path, what, f'{name}.', stated, sample)
+    require_same_parts(path, what, f'{name}.', stated, sample)
   else:
     from retrieval.index.milvus import Milvus
 
@@ -176,7 +176,7 @@ def open_index(
     index = Milvus(**found | options, encoder=encoder)
   what, count = f'{name} is not an index over corpus.arrow', len(folder.corpus)
   found = {'count': len(index)}
-  require_same(path, what, 'corpus.', {'count': count}, found)
+  require_same_parts(path, what, 'corpus.', {'count': count}, found)
   return index
 
 
@@ -228,11 +228,11 @@ def open_encoder(
     settings = {key: stated[key] for key in SETTINGS if key in stated}
     encoder = Encoder(encoder, **settings, **options)
   what, found = f'{name} was made with another encoder', encoder.parameters
-  require_same(folder.path, what, 'encoder.', stated, found)
+  require_same_parts(folder.path, what, 'encoder.', stated, found)
   return encoder
 
 
-def require_same(
+def require_same_parts(
   path: pathlib.Path, what: str, prefix: str, stated: Mapping, found: Mapping
 ) -> None:
   """Raises FolderError unless all values of `found` are as stated."""

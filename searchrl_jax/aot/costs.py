@@ -61,7 +61,7 @@ def of_run(config, cfg, mesh, working: int | None = None) -> Costs:
   host = {}
   plan = {'trajectories in flight in a process, at most': f'{flying:,}'}
   steps = 1 + r.max_staleness
-  if engine.module == 'jax_sampler':
+  if engine.module == 'jax':
     cache = caches.abstract(own_cfg, engine.slots, engine.max_len, here)
     name = f'engine: cache, {engine.slots} slots x {engine.max_len} tokens'
     rows['engine: weights'] = _bytes(decode.abstract(own_cfg, here))
@@ -94,7 +94,7 @@ def render(config, cfg, mesh, found: Costs) -> str:
     f'{mesh.devices.flat[0].device_kind}, mesh {dict(mesh.shape)}',
     *_table('Memory of one device (MiB)', 48, found.device, _MIB),
   ]
-  if engine.module != 'jax_sampler':
+  if engine.module != 'jax':
     lines.append(
       f'  (the servers of engine {engine.module!r} come on top, on '
       f'{engine.url or engine.device})'

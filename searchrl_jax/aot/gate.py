@@ -1,7 +1,7 @@
 """The programs of a run, compiled for a topology and checked.
 
 The programs are those that the run itself compiles (`Learner.compile`, the
-in-process sampler's `Programs`), for devices that `aot/topology.py` describes.
+in-process engine's `Programs`), for devices that `aot/topology.py` describes.
 Memory, collectives and kernels are the compiler's; seconds are an estimate from
 the chip's data sheet.
 """
@@ -113,7 +113,7 @@ def programs(config, cfg, mesh) -> Iterator[Program]:
         program.useful = flops.of_rows(cfg, [T] * B, B * T) / mesh.size
       yield program
   own = sharding.own_mesh(mesh)  # of one process, as engine and search have it
-  if config.engine.module == 'jax_sampler':
+  if config.engine.module == 'jax':
     yield from _sampler(config.engine, cfg, own)
   if config.source.module == 'service' and config.source.corpus != 'world':
     yield _search(own)

@@ -383,7 +383,7 @@ def first(what: str, work: Callable[[], T]) -> T:
   return gather(what, lambda: work() if main() else None)[0]
 
 
-def require_same(facts: Callable[[], Mapping[str, Any]]) -> None:
+def require_agreement(facts: Callable[[], Mapping[str, Any]]) -> None:
   """Compares what all processes have to have in common.
 
   facts: returns names -> JSON, nested.

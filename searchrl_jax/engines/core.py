@@ -15,7 +15,7 @@ import numpy as np
 from searchrl_jax import lookup
 from searchrl_jax.types import Prompt
 
-MODULES = {'jax_sampler': 'jax.sampler', 'vllm': 'vllm.client'}
+MODULES = {'jax': 'jax.engine', 'vllm': 'vllm.client'}
 
 
 def module(name: str) -> Any:
@@ -81,7 +81,7 @@ class WeightsUpdate:
   params: Any  # a pytree of arrays, or a path to a published checkpoint
   version: int
   kind: str = 'full'
-  manifest: Mapping[str, str] | None = None  # of `params`, if it is known
+  checksums: Mapping[str, str] | None = None  # of `params`, if it is known
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +91,7 @@ class SyncReport:
   tensors: int
   bytes: int
   canary_max_diff: float  # largest |log-prob difference| on the canary
-  manifest: Mapping[str, str]  # tensor name -> checksum of the loaded tensor
+  checksums: Mapping[str, str]  # tensor name -> checksum of the loaded tensor
 
 
 class SyncError(RuntimeError):
@@ -181,12 +181,14 @@ class Engine(Protocol):
     seconds = {f'seconds_{k}': v for k, v in self._seconds.items()}
     return {**self._counters, **seconds}
 
-  def _sync_report(self, version: int, start: float, size: int, manifest):
+  def _sync_report(self, version: int, start: float, size: int, checksums):
     """start: time.perf_counter() at the start of the sync. size: in bytes."""
     seconds = time.perf_counter() - start
     self._counters['syncs'] += 1
     self._seconds['sync'] += seconds
-    return SyncReport(version, seconds, len(manifest), size, math.nan, manifest)
+    return SyncReport(
+      version, seconds, len(checksums), size, math.nan, checksums
+    )
 
   def _check_open(self, handle: Handle) -> None:
     """Raises EngineError unless the handle is open and not generating."""
@@ -225,7 +227,7 @@ class Engine(Protocol):
   # recomputing caches. The module also has a function of this name, of
   # (model_cfg, config.engine, tokens), for `doctor`.
   def capacity(self, tokens: int) -> int: ...
-  async def score(self, ids) -> np.ndarray: ...  # float32 [n], [0] is 0
+  async def logps(self, ids) -> np.ndarray: ...  # float32 [n], [0] is 0
   async def sync(self, update: WeightsUpdate) -> SyncReport: ...
   async def resume(self) -> None: ...
   # Called after a step's rollouts: confirms that the synced weights sampled

@@ -20,7 +20,7 @@ from rich import console, table
 from scipy import stats
 
 from searchrl_jax import checks, lookup
-from searchrl_jax.evaluate import grading, ledger
+from searchrl_jax.evaluate import files, grading
 from searchrl_jax.rewards import scores as metrics
 from searchrl_jax.run import command
 from searchrl_jax.store import records
@@ -46,8 +46,8 @@ def read(spec: str) -> tuple[dict, list[grading.Row]]:
   folder, evaluation = spec, 'eval'
   if not pathlib.Path(spec).is_dir() and ':' in spec:
     folder, evaluation = spec.rsplit(':', 1)
-  manifest = ledger.read_manifest(pathlib.Path(folder) / ledger.MANIFEST)
-  return manifest, ledger.read_rows(folder, evaluation)
+  manifest = files.read_manifest(pathlib.Path(folder) / files.MANIFEST)
+  return manifest, files.read_rows(folder, evaluation)
 
 
 def require_comparable(a: str, b: str, manifests, allow: Sequence[str]):

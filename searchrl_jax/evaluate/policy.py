@@ -15,8 +15,8 @@ from searchrl_jax import checks, lookup
 from searchrl_jax.data import core as data
 from searchrl_jax.devices import cluster
 from searchrl_jax.engines.weights import sync
-from searchrl_jax.evaluate import controls, grading, ledger
-from searchrl_jax.learn import scoring
+from searchrl_jax.evaluate import controls, files, grading
+from searchrl_jax.learn import entropy
 from searchrl_jax.models import parameters
 from searchrl_jax.rewards import judge as judges
 from searchrl_jax.rewards import scores as metrics
@@ -26,7 +26,7 @@ from searchrl_jax.store import checkpoint, folders, progress, records, remote
 from searchrl_jax.store.writer import Writer, environment
 from searchrl_jax.types import Question
 
-RESULTS = records.EVAL, ledger.ROWS, ledger.MANIFEST
+RESULTS = records.EVAL, files.ROWS, files.MANIFEST
 
 
 class Loaded(NamedTuple):
@@ -34,7 +34,7 @@ class Loaded(NamedTuple):
 
   tok: Any
   opener: services.Opener  # of engine and source
-  scorer: scoring.Scorer | None  # if config.env.search_when needs it
+  scorer: entropy.Entropies | None  # if config.env.search_when needs it
   judge: Any  # rewards.judge.Judge, if config.judge.url is set
 
 
@@ -84,7 +84,7 @@ def loaded(config, workdir: str, out: str, which: str = 'latest'):
   checks.check_engine(config)
   module = config.engine.module
   lookup.require(
-    cluster.size() == 1 or module == 'jax_sampler',
+    cluster.size() == 1 or module == 'jax',
     f'config.engine.module={module!r}: evaluate in one process, which may use '
     'the servers of several nodes (config.engine.url)',
   )
@@ -107,7 +107,7 @@ def loaded(config, workdir: str, out: str, which: str = 'latest'):
     scorer = None
     if config.env.search_when == 'entropy':
       longest = config.env.max_tokens
-      scorer = scoring.Scorer(
+      scorer = entropy.Entropies(
         cfg,
         params,
         mesh=mesh,
@@ -145,11 +145,11 @@ def asked(
   else:
     weights = folders.digest(parameters.contents(config))
     about |= {'--checkpoint': '', 'weights': weights}
-  wanted = ledger.read_manifest(manifest) if manifest else None
+  wanted = files.read_manifest(manifest) if manifest else None
   sets = data.load_sets(config.data.eval, config.data)
   if wanted:
     about['--manifest'] = folders.digest(wanted)
-    sets = ledger.frozen(sets, wanted, manifest)
+    sets = files.frozen(sets, wanted, manifest)
   selecting = checks.selecting(config) if which == 'best' else ''
   sets.pop(selecting, None)
   lookup.require(
@@ -204,7 +204,7 @@ def evaluate(
 def answer(config, workdir: str, out: str, what: Asked) -> dict[str, float]:
   """`evaluate`, of what is asked."""
   sets, about, manifest = what
-  wanted = ledger.read_manifest(manifest) if manifest else None
+  wanted = files.read_manifest(manifest) if manifest else None
   folder, with_controls = pathlib.Path(out), about['--controls']
   lookup.require(
     not (folder / records.CHECKPOINTS).exists(),
@@ -212,7 +212,7 @@ def answer(config, workdir: str, out: str, what: Asked) -> dict[str, float]:
   )
   if workdir:
     warn_of_template(workdir, about)
-  build.require_same(config, [q for qs in sets.values() for q in qs])
+  build.require_same_run(config, [q for qs in sets.values() for q in qs])
   if wanted:
     config = config.copy_and_resolve_references()
     config.eval.questions = 0
@@ -236,12 +236,12 @@ def answer(config, workdir: str, out: str, what: Asked) -> dict[str, float]:
       for name in RESULTS:
         (folder / name).unlink(missing_ok=True)
     if wanted:
-      ledger.check_corpus(wanted, identity, manifest)
+      files.check_corpus(wanted, identity, manifest)
     runs = evaluators(config, sets, have, writer, with_controls)
     results = {name: evaluator.collect(0) for name, evaluator in runs.items()}
     values, seconds = {}, {}
     for name, found in results.items():
-      values |= dict(found.values) | dict(ledger.costs(found, name))
+      values |= dict(found.values) | dict(files.costs(found, name))
       seconds[f'{name}/cost/seconds'] = found.seconds
     writer.write(0, values | seconds)
     step, measured = {}, config.train.init or config.model.path
@@ -250,8 +250,8 @@ def answer(config, workdir: str, out: str, what: Asked) -> dict[str, float]:
       measured = f'{workdir} step {about["--checkpoint"]}'
     if not cluster.main():
       return values
-    ledger.write_rows(folder, results)
-    content = ledger.manifest(
+    files.write_rows(folder, results)
+    content = files.manifest(
       runs['eval'].sets,
       config,
       template=build.template(config),
@@ -259,7 +259,7 @@ def answer(config, workdir: str, out: str, what: Asked) -> dict[str, float]:
       commit=environment()['commit'],
       checkpoint=measured,
     )
-    records.write_json(folder / ledger.MANIFEST, content)
+    records.write_json(folder / files.MANIFEST, content)
     records.write_json(folder / records.EVAL, values | seconds | step)
     remote.push_all()  # before another command may prune this folder
   return values

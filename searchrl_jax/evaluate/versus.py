@@ -23,7 +23,7 @@ import re
 from absl import flags
 
 from searchrl_jax import checks
-from searchrl_jax.evaluate import compare, ledger
+from searchrl_jax.evaluate import compare, files
 from searchrl_jax.evaluate import policy as evaluate
 from searchrl_jax.run import build, command, services
 from searchrl_jax.store import records
@@ -75,7 +75,7 @@ def versus(
         config_for(workdir, asked, own_searches),
         workdir,
         folders[-1],
-        manifest=f'{folders[0]}/{ledger.MANIFEST}' if n else '',
+        manifest=f'{folders[0]}/{files.MANIFEST}' if n else '',
       )
   return folders
 

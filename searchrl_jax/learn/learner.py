@@ -18,7 +18,7 @@ from searchrl_jax.learn.credit import Credit
 from searchrl_jax.models import flops, lora, parameters, pretrained
 
 
-class Scores(NamedTuple):
+class Outputs(NamedTuple):
   """Arrays [B, T], one for each microbatch of each minibatch."""
 
   old: list  # log-probs before the step's first update; None: not needed
@@ -162,30 +162,30 @@ class Learner:
     objective = self._updaters[role].objective
     return objective.needs_old or algorithm.kl == 'reward'
 
-  def scores(self, minibatches: Sequence, timer, role: str = '') -> Scores:
+  def outputs(self, minibatches: Sequence, timer, role: str = '') -> Outputs:
     """Log-probs and values of the microbatches before they are trained on."""
     config, updater = self._roles[role], self._updaters[role]
     none = [None] * len(minibatches)
 
     def of(wanted, updater, params):
-      return updater.scores(params, minibatches) if wanted else none
+      return updater.outputs(params, minibatches) if wanted else none
 
     with timer('score'):
       old = of(self.needs_old(role), updater, self._state.params)
       ref = of(config.algorithm.kl != 'none', updater, self._ref)
       values = None
       if config.critic.lr:
-        values = self._critic.scores(self._critic_state.params, minibatches)
-    return Scores(old, ref, values)
+        values = self._critic.outputs(self._critic_state.params, minibatches)
+    return Outputs(old, ref, values)
 
   def update(
-    self, minibatches: Sequence, scores: Scores, credit: Credit, run, role=''
+    self, minibatches: Sequence, outputs: Outputs, credit: Credit, run, role=''
   ) -> dict[str, float]:
     """The updates of a step: every minibatch, config.algorithm.epochs times.
 
     Args:
       minibatches: of microbatches.
-      scores: of them.
+      outputs: of them.
       credit: advantages of the trajectories, and targets of the critic.
       run: the `Session`: its step, timers and check of non-finite updates.
       role: whose.
@@ -207,7 +207,7 @@ class Learner:
           filled = batching.set_advantages(mini, credit.targets)
           with timer('critic'):
             self._critic_state, metrics = self._critic.step(
-              self._critic_state, filled, scores.values[i]
+              self._critic_state, filled, outputs.values[i]
             )
           run.check_finite(metrics, filled)
           metrics = objectives.explained(metrics)
@@ -217,7 +217,7 @@ class Learner:
           begin = time.monotonic()
           with timer('update'):
             self._state, learned = updater.step(
-              self._state, filled, scores.old[i], scores.ref[i]
+              self._state, filled, outputs.old[i], outputs.ref[i]
             )
           run.check_finite(learned, filled)
           self._seconds += time.monotonic() - begin
@@ -244,12 +244,12 @@ class Learner:
       self._critic_state = old._replace(opt_state=moved)
 
   def record(
-    self, batch: batching.StepBatch, scores: Scores, credit: Credit, role=''
+    self, batch: batching.StepBatch, outputs: Outputs, credit: Credit, role=''
   ) -> dict[str, Any]:
     """Keywords of `Writer.trajectories` for a step."""
     logps = None
     if self.needs_old(role):  # of no minibatch: nothing is kept
-      logps = batching.unpacked(batch.minibatches, scores.old, batch.masks)
+      logps = batching.unpacked(batch.minibatches, outputs.old, batch.masks)
     return {
       'groups': batch.groups,
       'rewards': batch.reward,

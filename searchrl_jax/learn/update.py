@@ -308,7 +308,7 @@ class Updater:
 
   # ---- what a loop calls
 
-  def score(self, params, batch: Batch) -> np.ndarray:
+  def output(self, params, batch: Batch) -> np.ndarray:
     """Log-probs [B, T] of the loss tokens under `params`, 0 elsewhere.
 
     params: as those of the state, beside `frozen`.
@@ -319,9 +319,9 @@ class Updater:
     program = self._program('score', *args, shape=batch.ids.shape)
     return np.asarray(program(*args))
 
-  def scores(self, params, minibatches) -> list[list[np.ndarray]]:
+  def outputs(self, params, minibatches) -> list[list[np.ndarray]]:
     """`score` of every microbatch of some minibatches."""
-    return [[self.score(params, b) for b in mini] for mini in minibatches]
+    return [[self.output(params, b) for b in mini] for mini in minibatches]
 
   def grads(
     self, state: TrainState, batches: Sequence[Batch], old=None, ref=None
@@ -339,7 +339,7 @@ class Updater:
     if (o.needs_old and old is None) or (o.needs_ref and ref is None):
       raise ValueError(
         'this objective needs old or ref: an array [B, T] for each microbatch, '
-        'from Updater.score'
+        'from Updater.output'
       )
     none = [None] * len(batches)
     masks = [b.mask[span] for b in batches for _, span in b.spans()]

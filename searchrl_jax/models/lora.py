@@ -65,7 +65,7 @@ _IGNORED = frozenset(
 
 
 def parse(fields, dtype: str) -> Lora | None:
-  """Of config.models.lora; None if its rank is 0.
+  """Of config.model.lora; None if its rank is 0.
 
   dtype: of the frozen parameters, where the config names none.
 
@@ -74,7 +74,7 @@ def parse(fields, dtype: str) -> Lora | None:
   """
   if not fields.rank:
     return None
-  where = 'config.models.lora'
+  where = 'config.model.lora'
   try:
     found = [n for n in decoder.PROJECTIONS if re.fullmatch(fields.target, n)]
   except re.error as e:
@@ -311,5 +311,5 @@ def _check_fields(file, fields: Mapping[str, Any], lora: Lora) -> None:
     lookup.require(not fields[name], message)
   for name, field in (('r', 'rank'), ('lora_alpha', 'alpha')):
     value, wanted = fields.get(name), getattr(lora, field)
-    ours = f'config.models.lora.{field}={wanted}: make them equal'
+    ours = f'config.model.lora.{field}={wanted}: make them equal'
     lookup.require(value == wanted, f'{file}: {name}={value!r}, and {ours}')

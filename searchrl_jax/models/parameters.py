@@ -31,7 +31,7 @@ BASE = 'base'  # in a run folder: a checkpoint of the parameters beside adapters
 # Fields that define how a model is computed; the others define the model.
 _COMPUTED = ('dtype', 'remat', 'scan_unroll', 'attention')
 # Fields that name weights which a run starts from.
-_STARTS = 'train.init', 'model.path', 'models.lora.path', 'critic.path'
+_STARTS = 'train.init', 'model.path', 'model.lora.path', 'critic.path'
 
 
 def local(path: str, field: str = 'config.model.path') -> str:
@@ -103,7 +103,7 @@ def names_shape(config: ConfigDict) -> bool:
 def model_config(config: ConfigDict, vocab_size: int):
   """DecoderConfig of config.model; `arch` lacks only the vocabulary."""
   flags = {name: config.model[name] for name in _COMPUTED}
-  flags['lora'] = lora.parse(config.models.lora, config.model.dtype)
+  flags['lora'] = lora.parse(config.model.lora, config.model.dtype)
   path, where = config.model.path, 'config.model.arch'
   if names_shape(config):
     hf = families.NAMED[path]
@@ -132,13 +132,13 @@ def model_config(config: ConfigDict, vocab_size: int):
 def initial(config: ConfigDict, cfg, mesh) -> dict:
   """The parameters to start from: train.init, model.path, or fresh ones.
 
-  Adapters are those of config.models.lora.path, of a run train.init with equal
+  Adapters are those of config.model.lora.path, of a run train.init with equal
   ones, or fresh. Those of another run are merged into its parameters.
   """
-  init, path = config.train.init, config.models.lora.path
+  init, path = config.train.init, config.model.lora.path
   lookup.require(
     cfg.lora or not path,
-    f'config.models.lora.path={path!r} with config.models.lora.rank=0: set the '
+    f'config.model.lora.path={path!r} with config.model.lora.rank=0: set the '
     "adapter's rank",
   )
   if init:
@@ -169,9 +169,9 @@ def _with_adapters(config: ConfigDict, cfg, params: dict, mesh) -> dict:
   """Parameters of `lora.base(cfg)` as those of `cfg`."""
   if cfg.lora is None:
     return params
-  path = config.models.lora.path
+  path = config.model.lora.path
   if path:
-    with lookup.of(f'config.models.lora.path={path!r}'):
+    with lookup.of(f'config.model.lora.path={path!r}'):
       adapters = lora.load(path, cfg, mesh)
   else:
     key, _ = jax.random.split(jax.random.key(config.seed))

@@ -91,7 +91,7 @@ def _what(folder: pathlib.Path) -> str:
   has = lambda pattern: next(folder.glob(pattern), None)
   if has('adapter_config.json'):
     return (
-      '; it holds an adapter: give the folder as config.models.lora.path, and '
+      '; it holds an adapter: give the folder as config.model.lora.path, and '
       'the model that it was trained on as config.model.path'
     )
   if within := has('*/model*.safetensors') or has('*/*/model*.safetensors'):

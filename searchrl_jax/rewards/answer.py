@@ -76,7 +76,7 @@ async def search_r1_format(
   """
   env = context.env
 
-  def score(trajectory: Trajectory) -> dict[str, float]:
+  def reward(trajectory: Trajectory) -> dict[str, float]:
     answer, golds = env.answer(trajectory), trajectory.question.answers
     right = scores.exact_match(answer, golds)
     valid = valid_format(trajectory, env, require_think)
@@ -90,7 +90,7 @@ async def search_r1_format(
       value = final if answer is not None or released else 0.0
     return dict(value=value, em=right, valid=valid, retrieved=retrieved)
 
-  return per_trajectory(groups, score)
+  return per_trajectory(groups, reward)
 
 
 for _function in (em, f1, search_r1_format):

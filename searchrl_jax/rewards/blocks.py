@@ -29,12 +29,12 @@ async def states_answer(
     block: name of a block of the template, such as 'refine'.
   """
 
-  def score(trajectory):
+  def reward(trajectory):
     golds = trajectory.question.answers
     found = _texts(trajectory, context, block)
     return float(any(scores.states(text, golds) for text in found))
 
-  return per_trajectory(groups, score)
+  return per_trajectory(groups, reward)
 
 
 async def outcome_or_evidence(

@@ -32,8 +32,8 @@ async def overlong(
   what = f'overlong: cache={cache} must lie in 1..limit={limit} (tokens)'
   require(0 < cache <= limit, what)
 
-  def score(trajectory):
+  def reward(trajectory):
     n = sum(len(s.ids) for s in trajectory.segments if s.author == 'policy')
     return -min(max(n - (limit - cache), 0) / cache, 1.0)
 
-  return per_trajectory(groups, score)
+  return per_trajectory(groups, reward)

@@ -16,7 +16,13 @@ from ml_collections import ConfigDict
 
 from searchrl_jax.engines.core import Handle
 from searchrl_jax.rollout import core
-from searchrl_jax.rollout.core import Name, RolloutStats, Score, Services, Start
+from searchrl_jax.rollout.core import (
+  Name,
+  RewardOf,
+  RolloutStats,
+  Services,
+  Start,
+)
 from searchrl_jax.types import Group, Prompt, Question, Trajectory
 
 
@@ -63,7 +69,7 @@ async def rollout(
   *,
   config: ConfigDict,
   ended: Mapping[Name, Trajectory] | None = None,
-  score: Score | None = None,
+  reward: RewardOf | None = None,
   **fields: Any,
 ) -> Rollout:
   """Samples config.group trajectories of each question, by config.sampler.
@@ -78,7 +84,7 @@ async def rollout(
     ended: (question id, sample) -> trajectories of this step that an earlier
       start finished; they are not sampled again (a sampler whose trajectories
       depend on each other samples all of those again that lack one).
-    score: gives a sampler rewards between rounds; None: there are none.
+    reward: gives a sampler rewards between rounds; None: there are none.
     **fields: further fields of `core.Services`.
       env: the environment.
       engine: samples the policy's tokens.
@@ -106,7 +112,7 @@ async def rollout(
   sampler = core.sampler(config)
   total = len(questions) * config.group
   run = core.Services(
-    config=config, done=dict(ended or {}), total=total, rewards=score, **fields
+    config=config, done=dict(ended or {}), total=total, rewards=reward, **fields
   )
   asked = run.names(questions)
   begin = time.monotonic()

@@ -274,7 +274,7 @@ class Collector:
         ended=one.ended.named('solver'),
         on_trajectory=one.ended.keep,
         on_group=functools.partial(self._reward, step, one),
-        score=self._score,
+        reward=self._between_rounds,
       )
     finally:
       self._running -= 1
@@ -285,7 +285,9 @@ class Collector:
     earned = rewards.of_groups(self._config.reward, [group], self._at(step))
     one.rewards[_name(group)] = self._signals.start(earned)
 
-  async def _score(self, groups: Sequence[Group], step: int) -> Rewards:
+  async def _between_rounds(
+    self, groups: Sequence[Group], step: int
+  ) -> Rewards:
     """Rewards between the rounds of a sampler."""
     return await rewards.combine(self._config.reward, groups, self._at(step))
 

@@ -42,7 +42,7 @@ from searchrl_jax.types import Group, Prompt, Question, Segment, Trajectory
 Name = tuple[str, int]  # (question id, sample): a trajectory within a step
 Start = tuple[State, Generate]  # what `env.reset` returns
 # (groups, training step) -> their rewards; awaited on the event loop.
-Score = Callable[[Sequence[Group], int], Awaitable[types.Rewards]]
+RewardOf = Callable[[Sequence[Group], int], Awaitable[types.Rewards]]
 Event = Segment | types.SearchRequest | types.SearchResult | types.SearchError
 
 
@@ -147,7 +147,7 @@ class Services:
   on_trajectory: Callable[[Trajectory], None] | None = None
   on_event: Callable[[str, Event], None] | None = None
   on_group: Callable[[Group], None] | None = None
-  rewards: Score | None = None
+  rewards: RewardOf | None = None
   stats: RolloutStats = dataclasses.field(default_factory=RolloutStats)
   # The counters of what was played under a name and is not recorded yet.
   spent: dict[Name, collections.Counter] = dataclasses.field(
@@ -223,7 +223,7 @@ class Services:
       raise first from first.__cause__
     return [task.result() for task in tasks]
 
-  async def score(self, groups: Sequence[Group]) -> types.Rewards:
+  async def reward(self, groups: Sequence[Group]) -> types.Rewards:
     """The rewards of config.reward, between rounds.
 
     Raises:

@@ -71,7 +71,7 @@ def contents(
   return {f'config.{field}': value for field, value in found.items() if value}
 
 
-def require_same(config: ConfigDict, questions=()) -> None:
+def require_same_run(config: ConfigDict, questions=()) -> None:
   """Compares config, code and questions of all processes.
 
   Fields that state where a run runs may differ.
@@ -92,7 +92,7 @@ def require_same(config: ConfigDict, questions=()) -> None:
     fields['rollout.mismatch_alarm'] = config.rollout.mismatch_alarm
     return {'config': fields, 'code': versions, 'data': data}
 
-  cluster.require_same(facts)
+  cluster.require_agreement(facts)
 
 
 def mesh(config: ConfigDict, devices=None):

@@ -22,7 +22,7 @@ from searchrl_jax.engines.weights import publication, sync
 from searchrl_jax.models import decoder, lora, parameters
 from searchrl_jax.run import build
 from searchrl_jax.sources import dials, none, simulated
-from searchrl_jax.sources.core import require_same
+from searchrl_jax.sources.core import require_same_source
 from searchrl_jax.sources.tools import Tools
 from searchrl_jax.store import records, remote
 from searchrl_jax.types import SEARCH, Question
@@ -89,7 +89,7 @@ class Opener:
     Raises:
       SourceError: it is not the one that `identity` had.
     """
-    require_same(self.identity, identity)
+    require_same_source(self.identity, identity)
     self.identity = identity
 
   def open_engine(self, tok, canary, params, folder: str = '') -> Any:
@@ -102,7 +102,7 @@ class Opener:
       params: the weights, on `mesh`.
       folder: below `workdir`, for the logs of a further engine.
     """
-    if self.config.engine.module == 'jax_sampler':
+    if self.config.engine.module == 'jax':
       params = self.share(params)
     own = sharding.own_mesh(self.mesh)
     model, where = (self.cfg, params), cluster.folder(self.workdir) / folder
@@ -115,18 +115,18 @@ class Opener:
       self.loop.finish(load)
     return started
 
-  def share(self, params, version: int = 0, manifest: Mapping | None = None):
+  def share(self, params, version: int = 0, checksums: Mapping | None = None):
     """What the engine of each process loads, if the mesh is of several.
 
     One in process gets a copy on its own devices, servers the folder of a
     version that all processes write together. All have to call it.
 
-    manifest: see `Publisher.publish`.
+    checksums: see `Publisher.publish`.
     """
     config, own = self.config.engine, sharding.own_mesh(self.mesh)
     if own is self.mesh:
       return params
-    if config.module == 'jax_sampler':
+    if config.module == 'jax':
       layout = decoder.param_shardings(self.cfg, own)
       return sharding.own_copy(params, self.mesh, layout, config.dtype)
     if self.publisher is None:
@@ -139,7 +139,7 @@ class Opener:
       made = publication.Publisher(folder, self.cfg, config.dtype)
       self.loop.at_exit(functools.partial(asyncio.to_thread, made.clear))
       self.publisher = made
-    return self.publisher.publish(params, version, manifest).path
+    return self.publisher.publish(params, version, checksums).path
 
 
 @contextlib.contextmanager
@@ -204,7 +204,7 @@ def engine(config: ConfigDict, cfg, params, tok, mesh, workdir: str):
 def require_alone(config: ConfigDict, mesh, what: str) -> None:
   """Refuses programs beside those of an engine that shares their mesh."""
   lookup.require(
-    config.engine.module != 'jax_sampler' or mesh.size == 1,
+    config.engine.module != 'jax' or mesh.size == 1,
     f'{what} on a mesh of {mesh.size} devices: two programs at a time can wait '
     "for each other for ever; use engine.module='vllm' for this engine, one "
     'device (CUDA_VISIBLE_DEVICES=0, config.mesh), or do without',
@@ -274,7 +274,7 @@ def _simulator(config, policy, tok, mesh, workdir: str):
     theirs = config.copy_and_resolve_references()
     path = parameters.local(path, 'config.source.simulator.path')
     theirs.model.update(path=path, tokenizer='')
-    theirs.models.lora.update(rank=0, path='')
+    theirs.model.lora.update(rank=0, path='')
     theirs.train.init = ''
   theirs.engine = config.engine.copy_and_resolve_references()
   theirs.engine.update({'url': ''} | fields.engine.to_dict())

@@ -34,7 +34,7 @@ class SourceError(RuntimeError):
   """The source cannot be used; the message names the URL and the fix."""
 
 
-def require_same(before: Mapping, now: Mapping) -> None:
+def require_same_source(before: Mapping, now: Mapping) -> None:
   """Raises if a run would resume with another source.
 
   Args:

@@ -61,7 +61,7 @@ def test_a_token_reads_weights_and_cache_once():
     'experiments/gpu/recipe.py',
     *(f'--config.model.arch.{name}={size}' for name, size in sizes.items()),
     '--config.engine.slots=256',
-    '--config.models.lora.rank=32',
+    '--config.model.lora.rank=32',
   )
   (line,) = [line for line in verdicts if 'untruncated token reads' in line]
   assert ' holds ' in line

@@ -1,15 +1,15 @@
-"""The in-process sampler, which reads its weights from files as servers do."""
+"""The in-process engine, which reads its weights from files as servers do."""
 
 import jax
 import numpy as np
 
 from searchrl_jax.engines.core import WeightsUpdate
-from searchrl_jax.engines.jax.sampler import JaxSampler
+from searchrl_jax.engines.jax.engine import JaxEngine
 from searchrl_jax.engines.weights import published
 from searchrl_jax.models import decoder
 
 
-class FileSampler(JaxSampler):
+class FileEngine(JaxEngine):
   def __init__(self, model_cfg, params, *args):
     nothing = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), params)
     super().__init__(model_cfg, nothing, *args)
@@ -27,4 +27,4 @@ class FileSampler(JaxSampler):
     return await super().sync(WeightsUpdate(decoder.nest(flat), update.version))
 
 
-make = FileSampler
+make = FileEngine

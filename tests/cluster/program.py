@@ -34,7 +34,7 @@ def main(folder: str, *shape: str) -> None:
   batches = base.microbatches(config, shards=updater.shards)
   scores = np.zeros((12, 16))
   for b in batches:
-    found = updater.score(state.params, b)
+    found = updater.output(state.params, b)
     for i, at in b.spans():
       scores[i, : found[at].size] = found[at]
   grads, sums = updater.grads(state, batches)

@@ -125,7 +125,9 @@ def test_one_process_works_alone(tmp_path):
   with pytest.raises(OSError):
     cluster.gather('x', lambda: (tmp_path / 'absent').read_text())
   assert cluster.folder(tmp_path) == tmp_path and cluster.main()
-  cluster.require_same(lambda: pytest.fail('there is nobody to compare with'))
+  cluster.require_agreement(
+    lambda: pytest.fail('there is nobody to compare with')
+  )
   assert cluster.leave(ValueError('x'))
 
 

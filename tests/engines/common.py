@@ -3,7 +3,7 @@
 import jax
 from ml_collections import ConfigDict
 
-from searchrl_jax.engines.jax.sampler import JaxSampler
+from searchrl_jax.engines.jax.engine import JaxEngine
 from searchrl_jax.models import decoder
 
 CFG = decoder.DecoderConfig(
@@ -46,7 +46,7 @@ def config(**changes) -> ConfigDict:
 
 
 def make_engine(
-  kind=JaxSampler, params=None, cfg=CFG, tokenizer=None, mesh=None, **changes
+  kind=JaxEngine, params=None, cfg=CFG, tokenizer=None, mesh=None, **changes
 ):
   return kind(
     cfg,

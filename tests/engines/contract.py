@@ -63,7 +63,7 @@ class EngineContract:
     async def main():
       start = prompt(engine)
       done = await once(engine, start.ids, sampling)
-      scored = await engine.score([*start.ids, *done.ids.tolist()])
+      scored = await engine.logps([*start.ids, *done.ids.tolist()])
       assert scored.dtype == np.float32 and scored[0] == 0
       np.testing.assert_allclose(
         done.logps, scored[len(start.ids) :], atol=self.tolerance

@@ -182,7 +182,7 @@ class FakeVllm:
     if method == 'searchrl_adapter_checksums':
       names = self._adapter_sums(*args)
     else:
-      names = {**self.loaded.manifest}
+      names = {**self.loaded.checksums}
       names.setdefault('head', names['embed'])
     for name, text in names.items():
       dtype, _, rest = text.partition('[')

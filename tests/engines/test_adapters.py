@@ -53,7 +53,7 @@ def test_the_sampler_takes_adapters_alone():
     )
     for seed, kind in ((1, 'full'), (2, 'adapter'))
   ]
-  assert reports[1].manifest == sync.manifest(adapters(2))
+  assert reports[1].checksums == sync.checksums(adapters(2))
   size = sum(x.nbytes for x in jax.tree.leaves(adapters(2)))
   base = sum(x.nbytes for x in jax.tree.leaves(common.make_params()))
   assert [r.bytes for r in reports] == [base + size, size]
@@ -67,12 +67,12 @@ def test_the_sampler_takes_adapters_alone():
 
 def test_the_sampler_refuses_an_adapter_of_another_shape():
   engine = common.make_engine(params=whole(0), cfg=CFG)
-  before = engine.manifest()
+  before = engine.checksums()
   bad = adapters(1)
   bad['layers'].pop('o_lora_b')
   with pytest.raises(SyncError, match="'layers/o_lora_b'"):
     asyncio.run(engine.sync(WeightsUpdate(bad, 1, 'adapter')))
-  assert engine.manifest() == before and engine.version == 0
+  assert engine.checksums() == before and engine.version == 0
 
 
 @pytest.fixture
@@ -103,7 +103,7 @@ def test_a_server_is_sent_adapters_alone_and_all_when_it_comes_back(
     await load(engine, 1, 'full')
     del fake.calls[:]
     report = await load(engine, 2, 'adapter')
-    assert report.manifest == sync.manifest(adapters(2))
+    assert report.checksums == sync.checksums(adapters(2))
     assert 'searchrl_load' not in fake.calls
     assert fake.calls.count('load_lora_adapter') == 1 == len(fake.adapters)
     done = await once(engine, start.ids, Sampling(max_tokens=4))

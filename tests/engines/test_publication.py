@@ -65,8 +65,8 @@ def test_what_is_read_is_what_an_export_holds(tmp_path, cfg, dtype):
     assert got[name].tobytes() == value.tobytes(), name
   assert (found.version, found.dtype) == (3, dtype)
   assert (
-    found.manifest
-    == done.manifest
+    found.checksums
+    == done.checksums
     == checksum.checksums(decoder.flatten(params), dtype)
   )
   assert done.bytes == cfg.n_params * np.dtype(jnp.dtype(dtype)).itemsize
@@ -126,7 +126,7 @@ def test_sharded_parameters_are_written_and_cast_where_they_lie(tmp_path):
   placed = jax.tree.map(jax.device_put, params, where)
   one = publisher(tmp_path / 'one', dtype='bfloat16').publish(params, 1)
   many = publisher(tmp_path / 'many', dtype='bfloat16').publish(placed, 1)
-  assert many.manifest == one.manifest
+  assert many.checksums == one.checksums
   # One process has all shards, so that a server can map each tensor.
   maps = published.open_published(many.path).tensors()
   assert all(isinstance(x, np.memmap) for _, x in maps)
@@ -139,10 +139,10 @@ def test_sharded_parameters_are_written_and_cast_where_they_lie(tmp_path):
 def test_the_same_version_again_replaces_it(tmp_path):
   pub = publisher(tmp_path)
   first = pub.publish(make_params(0), 2)
-  assert pub.publish(make_params(0), 2).manifest == first.manifest
+  assert pub.publish(make_params(0), 2).checksums == first.checksums
   # A run that was resumed trains otherwise from here.
   other = pub.publish(make_params(1), 2)
-  assert other.manifest != first.manifest
+  assert other.checksums != first.checksums
   embed = published.open_published(other.path).read('model.embed_tokens.weight')
   np.testing.assert_array_equal(embed, make_params(1)['embed'])
   # Half of one, as a disk that failed leaves it, to this process and to one
@@ -160,7 +160,7 @@ def test_the_same_version_again_replaces_it(tmp_path):
   )
   (other.path / 'meta/meta.json').write_text('{')
   pub.publish(make_params(1), 2)
-  assert published.open_published(other.path).manifest == other.manifest
+  assert published.open_published(other.path).checksums == other.checksums
   assert [p.name for p in tmp_path.iterdir()] == ['00000002']
 
 

@@ -19,8 +19,8 @@ import psutil
 import pytest
 
 from searchrl_jax.engines.vllm import host, launcher
-from searchrl_jax.engines.vllm.group import ProcessGroup
 from searchrl_jax.engines.vllm.launcher import SidecarError, start_sidecar
+from searchrl_jax.engines.vllm.process_tree import ProcessTree
 from tests.conftest import ROOT
 
 pytestmark = pytest.mark.slow
@@ -402,7 +402,7 @@ def test_invalid_flags_are_refused(flags, message, caplog):
 
 def test_a_group_ends_with_whatever_it_started(tmp_path):
   with open(tmp_path / 'log', 'wb') as log:
-    group = ProcessGroup(
+    group = ProcessTree(
       ['sh', '-c', 'sleep 600 & exec sleep 600'], dict(os.environ), log, 5.0
     )
   until(lambda: len(group.members()) == 2)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from searchrl_jax.engines.core import SyncError, WeightsUpdate
-from searchrl_jax.engines.jax.sampler import JaxSampler
+from searchrl_jax.engines.jax.engine import JaxEngine
 from searchrl_jax.engines.weights import sync
 from searchrl_jax.models import decoder
 from tests.engines.common import CFG, make_engine, make_params
@@ -66,7 +66,7 @@ def numpy_checksum(x):
 def test_checksum_is_the_documented_hash():
   x = np.random.default_rng(0).normal(size=(2, 3, 5)).astype(np.float32)
   want = {'a/b': f'float32[2,3,5]:{numpy_checksum(x)}'}
-  assert sync.manifest({'a': {'b': jnp.asarray(x)}}) == want
+  assert sync.checksums({'a': {'b': jnp.asarray(x)}}) == want
 
 
 def test_checksum_sees_every_small_change():
@@ -75,7 +75,7 @@ def test_checksum_sees_every_small_change():
   swapped[0, 0], swapped[0, 1] = x[0, 1], x[0, 0]
   nudged[5, 5] = np.nextafter(x[5, 5], np.float32(9))
   sums = [
-    sync.manifest({'x': jnp.asarray(v)})['x']
+    sync.checksums({'x': jnp.asarray(v)})['x']
     for v in (x, swapped, nudged, x.T, -x, x.reshape(4, 9))
   ]
   assert len(set(sums)) == 6
@@ -85,7 +85,7 @@ def test_engine_and_trainer_agree_in_either_dtype():
   params = make_params()
   for dtype in ('float32', 'bfloat16'):
     engine = make_engine(dtype=dtype)
-    assert engine.manifest() == sync.manifest(params, dtype)
+    assert engine.checksums() == sync.checksums(params, dtype)
 
 
 def test_forward_logps_are_the_decoders():
@@ -102,7 +102,7 @@ def test_a_good_sync_reports_what_it_loaded():
   engine, params = make_engine(), make_params(1)
   report = verify(engine, params, version=4)
   assert report.version == engine.version == 4
-  assert report.manifest == sync.manifest(params)
+  assert report.checksums == sync.checksums(params)
   assert report.tensors == len(decoder.param_table(CFG))
   assert report.bytes == 4 * CFG.n_params
   assert 0 <= report.canary_max_diff <= 1e-5
@@ -110,7 +110,7 @@ def test_a_good_sync_reports_what_it_loaded():
   assert engine._table._held == {}  # the canary let go of its slot
 
 
-class Planted(JaxSampler):
+class Planted(JaxEngine):
   """Loads what `spoil` makes of the published parameters."""
 
   spoil = staticmethod(lambda params: params)
@@ -165,7 +165,7 @@ def test_the_previous_version_is_caught_though_a_small_step_away():
 
 
 def test_an_engine_that_does_not_load_at_all():
-  class Deaf(JaxSampler):
+  class Deaf(JaxEngine):
     async def sync(self, update):
       return await super().sync(WeightsUpdate(make_params(), self.version))
 
@@ -173,7 +173,7 @@ def test_an_engine_that_does_not_load_at_all():
     verify(make_engine(Deaf), make_params(1))
 
 
-class Forgetful(JaxSampler):
+class Forgetful(JaxEngine):
   """Swaps the weights and keeps the caches."""
 
   ready = False

@@ -68,7 +68,7 @@ def test_a_sync_holds_calls_and_parts_their_tokens_by_version(fake, tmp_path):
     asked = len(fake.asked)
     probe = await once(engine, start.ids, Sampling(max_tokens=3, probe=True))
     assert set(probe.versions.tolist()) == {7}
-    assert len(await engine.score(start.ids)) == len(start.ids)
+    assert len(await engine.logps(start.ids)) == len(start.ids)
     await asyncio.sleep(0.05)
     assert len(fake.asked) == asked + 2 and not task.done()
     await engine.resume()
@@ -187,9 +187,9 @@ def test_what_a_server_holds_is_reported_as_the_trainer_sums_it(fake, tmp_path):
     return report
 
   report = asyncio.run(main())
-  want = sync.manifest(params)
+  want = sync.checksums(params)
   assert (
-    report.manifest
+    report.checksums
     == want
     == checksum.checksums(
       {k: v for k, v in sync.decoder.flatten(params).items()}

@@ -65,7 +65,7 @@ def test_a_sync_and_its_checks_pass_those_that_wait(fake, tmp_path):
     fake.stalls_at = 2
     calls = say(engine, 12)
     await until(lambda: len(fake.stalled) == 4)
-    assert len(await engine.score((1, 2, 3))) == 3
+    assert len(await engine.logps((1, 2, 3))) == 3
     await engine.sync(WeightsUpdate(make_params(1), 2))
     fake.stalls_at = 10**9
     await once(engine, (1,), Sampling(max_tokens=1, probe=True))

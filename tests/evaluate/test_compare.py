@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from searchrl_jax.evaluate import compare, grading, ledger
+from searchrl_jax.evaluate import compare, files, grading
 from searchrl_jax.rewards import scores as metrics
 from tests import test_commands
 from tests.evaluate.test_grading import sets
@@ -110,7 +110,7 @@ def folder(tmp_path):
     (out / 'rows.jsonl').write_text(
       ''.join(
         json.dumps(
-          ledger.records.plain({'evaluation': 'eval'} | dataclasses.asdict(r))
+          files.records.plain({'evaluation': 'eval'} | dataclasses.asdict(r))
         )
         + '\n'
         for r in rows(em)

@@ -9,7 +9,7 @@ import pytest
 
 from searchrl_jax import checks, lookup
 from searchrl_jax.data.checks import DataError
-from searchrl_jax.evaluate import ledger
+from searchrl_jax.evaluate import files
 from searchrl_jax.evaluate import policy as evaluate
 from searchrl_jax.run import build, services
 from searchrl_jax.store.progress import Progress
@@ -82,7 +82,7 @@ def test_what_an_evaluation_leaves(done, url):
   repeatable = {k: v for k, v in kept.items() if not k.endswith('/seconds')}
   assert repeatable == values
   for name in ('eval', 'shuffled', 'random', 'empty', 'no_search'):
-    rows = ledger.read_rows(folder, name)
+    rows = files.read_rows(folder, name)
     assert [r.question for r in rows] == [i for i in ids for _ in range(3)]
     tokens = sum(r.tokens for r in rows)
     assert values[f'{name}/cost/sampled_tokens'] == tokens > 0

@@ -11,12 +11,12 @@ import numpy as np
 
 from experiments.ssp import world as worlds
 from searchrl_jax.engines.core import Completion
-from searchrl_jax.engines.jax.sampler import JaxSampler
+from searchrl_jax.engines.jax.engine import JaxEngine
 
 _FACT = r'{} (\w+) (\w+ \w+)'
 
 
-class Scripted(JaxSampler):
+class Scripted(JaxEngine):
   async def generate(self, handle, sampling):
     text = self._tokenizer.decode(handle.ids)
     said = None
@@ -27,7 +27,7 @@ class Scripted(JaxSampler):
     if said is None or sampling.probe:
       return await super().generate(handle, sampling)
     ids = np.array(self._tokenizer.encode(said), np.int32)
-    logps = await self.score([*handle.ids, *ids])
+    logps = await self.logps([*handle.ids, *ids])
     self.append(handle, ids)
     return Completion(
       ids, logps[-len(ids) :], 'eos', np.full(len(ids), self.version, np.int32)

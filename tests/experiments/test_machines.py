@@ -28,7 +28,7 @@ def test_a_preset_is_a_config_of_its_machine(key):
   assert math.prod(preset.mesh) == len(devices)
   assert (c.mesh.data, c.mesh.fsdp, c.mesh.tensor) == preset.mesh
   assert c.engine.slots == preset.slots
-  assert c.models.lora.rank == preset.rank
+  assert c.model.lora.rank == preset.rank
   assert c.env.max_tokens == c.batch.lengths[-1] == key[2]
 
 
@@ -46,7 +46,7 @@ def test_a_report_is_of_its_preset_as_it_is(key):
   assert re.search(rf'microbatch shapes .* {rows}x{key[2]}\n', text)
   assert '  memory ' in text and 'exit status 0' in text.splitlines()[-1]
   adapters = 'frozen parameters' in text
-  assert adapters == bool(c.models.lora.rank)
+  assert adapters == bool(c.model.lora.rank)
 
 
 def test_every_machine_has_a_preset():

@@ -11,7 +11,7 @@ from configs import ssrl
 from experiments.ssrl import closedbook, curve, rows
 from searchrl_jax import checks, sft
 from searchrl_jax.data import core as data
-from searchrl_jax.evaluate import ledger
+from searchrl_jax.evaluate import files
 from searchrl_jax.evaluate import policy as evaluate
 from searchrl_jax.run import services
 from searchrl_jax.sources import none
@@ -156,7 +156,7 @@ def test_sim_to_real_is_deterministic_and_counts_what_it_asked(
     evaluate.evaluate(c, '', str(tmp_path / name)) for name in ('a', 'b')
   ]
   assert found[0] == found[1]
-  for row in ledger.read_rows(tmp_path / 'a'):
+  for row in files.read_rows(tmp_path / 'a'):
     assert row.real_searches <= row.searches or row.searches == 0
 
 

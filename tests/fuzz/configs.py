@@ -50,7 +50,7 @@ CHANGES = {
   'env.max_turns': [0, 1, 2],
   'env.train_observations': [False, True],
   'eval.every': [0, 1, 2],
-  'models.lora.rank': [0, 2],
+  'model.lora.rank': [0, 2],
   'optim.schedule': ['constant', 'linear', 'cosine'],
   'rollout.group': [1, 2, 3],
   'rollout.max_staleness': [0, 1],

@@ -47,7 +47,7 @@ def get_config(arg=None):
     c.rollout.update(sampler='tree', group=3, trees=1, rounds=2, refill=2)
     c.env.max_turns = 2
   elif a.variant == 'lora':
-    c.models.lora.update(rank=2, alpha=6.0)
+    c.model.lora.update(rank=2, alpha=6.0)
     c.algorithm.update(kl='loss', kl_coef=0.01, minibatches=2)
   return c
 

@@ -216,7 +216,7 @@ def case(rng: random.Random, serve=None) -> str:
   own = [x[:n] for x, n in zip(advantages, sizes)]
   batches = batching.set_advantages(batches, own)
   states = [updater.init(update.copy(p)) for p in (now, before, reference)]
-  theirs = [[updater.score(s.params, b) for b in batches] for s in states]
+  theirs = [[updater.output(s.params, b) for b in batches] for s in states]
   for packed, rows in zip(theirs, (logp, old, ref), strict=True):
     for b, x in zip(batches, packed, strict=True):
       for n, at in b.spans():

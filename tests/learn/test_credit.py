@@ -296,7 +296,7 @@ class Programs:
   def __init__(self, cfg, batch, *, objective, **_):
     self.objective = objective
 
-  def scores(self, params, minibatches):
+  def outputs(self, params, minibatches):
     score = lambda b: np.where(b.mask, np.float32(-1.0), 0)
     return [[score(b) for b in mini] for mini in minibatches]
 
@@ -351,12 +351,12 @@ def test_a_step_keeps_what_can_be_used_if_that_is_nothing_too(data):
   run = types.SimpleNamespace(step=0, check_finite=lambda *_: None)
   run.writer = types.SimpleNamespace(timer=lambda _: contextlib.nullcontext())
   batch = batching.of_step(GROUPS, reward, c, shards=1, seed=0)
-  scores = own.scores(batch.minibatches, run.writer.timer)
+  outputs = own.outputs(batch.minibatches, run.writer.timer)
   found = credit.assign(
-    c, batch, **scores._asdict(), greedy=np.array([np.nan, 1.0])
+    c, batch, **outputs._asdict(), greedy=np.array([np.nan, 1.0])
   )
-  learned = own.update(batch.minibatches, scores, found, run)
-  row = own.record(batch, scores, found)
+  learned = own.update(batch.minibatches, outputs, found, run)
+  row = own.record(batch, outputs, found)
   kept = row['kept']
   assert not (kept & ~valid).any()
   assert bool(learned) == bool(batch.minibatches) == kept.any()

@@ -114,7 +114,7 @@ def test_steps_and_score():
     u, state = r['updater'], r['state']
     scores = np.zeros((12, 16))
     for b in r['batches']:
-      found = u.score(state.params, b)
+      found = u.output(state.params, b)
       for i, at in b.spans():
         scores[i, : b.ids[at].size] = found[at]
     for _ in range(2):

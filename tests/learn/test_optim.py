@@ -11,7 +11,7 @@ import pytest
 
 from searchrl_jax import schema
 from searchrl_jax.learn import optim
-from searchrl_jax.learn.learner import Learner, Scores
+from searchrl_jax.learn.learner import Learner, Outputs
 from searchrl_jax.models import parameters
 from tests import tiny
 
@@ -125,8 +125,8 @@ def test_a_schedule_goes_on_where_minibatches_fall_away(kind, rates):
     run = types.SimpleNamespace(
       step=number, writer=timer, check_finite=lambda *batch: None
     )
-    scores = Scores([None] * kept, [None] * kept, None)
-    learner.update([[]] * kept, scores, credit, run)
+    outputs = Outputs([None] * kept, [None] * kept, None)
+    learner.update([[]] * kept, outputs, credit, run)
     assert learner.rates()['train/lr'] == pytest.approx(rate)
   state = learner.tree()['state']
   is_adam = lambda x: isinstance(x, optax.ScaleByAdamState)

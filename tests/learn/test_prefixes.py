@@ -120,7 +120,7 @@ def test_loss_gradient_and_scores_are_those_of_packed_rows(cfg, shape):
     _, mini = batches(config, 3, u.shards)
     assert len(mini) > 1 and (M == 0) == (mini[0].tree is None)
     state = u.init(jax.tree.map(lambda x: x.copy(), p))
-    scores = u.scores(state.params, [mini])[0]
+    scores = u.outputs(state.params, [mini])[0]
     masks = batching.masks(world(3)[0])
     logps = batching.unpacked([mini], [scores], masks)
     grads, sums = jax.device_get(u.grads(state, mini))
@@ -138,7 +138,7 @@ def test_a_token_changes_no_bit_of_a_branch_without_it():
   u = base.updater(config)
   trajectories, mini = batches(config, 3)
   p = u.init(base.params()).params
-  before = u.score(p, mini[0])
+  before = u.output(p, mini[0])
   b = mini[0]
   leaf = int(
     np.flatnonzero(b.nodes()[0] & (b.tree.ends[0] == 1 + np.arange(60)))[0]
@@ -146,7 +146,7 @@ def test_a_token_changes_no_bit_of_a_branch_without_it():
   ids = b.tree.ids.copy()
   ids[0, leaf] += 1
   other = dataclasses.replace(b, tree=b.tree._replace(ids=ids))
-  changed = u.score(p, other) != before
+  changed = u.output(p, other) != before
   for _, (row, span) in b.spans():
     if leaf not in b.tree.at[row, span]:
       assert not changed[row, span].any()

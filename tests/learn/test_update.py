@@ -276,7 +276,7 @@ def test_what_changes_in_a_trajectory_stays_in_it():
   ids = batch.ids.copy()
   ids[row, at] = (ids[row, at] + 1) % CFG.vocab_size
   other = dataclasses.replace(batch, ids=ids)
-  a, b = u.score(state.params, batch), u.score(state.params, other)
+  a, b = u.output(state.params, batch), u.output(state.params, other)
   changed = a != b
   assert changed[row, at].any()
   changed[row, at] = False
@@ -313,7 +313,7 @@ def test_score_is_what_the_step_sees():
   u = updater(c, temperature=0.8)
   state = u.init(update.copy(params()))
   batches = microbatches(c)
-  old = [u.score(state.params, b) for b in batches]
+  old = [u.output(state.params, b) for b in batches]
   for b, x in zip(batches, old):
     want, _ = plain_logps(params(), CFG, b, 0.8)
     np.testing.assert_allclose(x, want, rtol=1e-5, atol=1e-5)
@@ -340,8 +340,8 @@ def test_kl_in_the_loss():
   other = decoder.init_params(CFG, jax.random.key(1), scale=0.3)
   state = u.init(update.copy(params()))
   batches = batching.set_advantages(microbatches(c), np.zeros(12))
-  ref = [u.score(other, b) for b in batches]
-  mine = [u.score(state.params, b) for b in batches]
+  ref = [u.output(other, b) for b in batches]
+  mine = [u.output(state.params, b) for b in batches]
   state, m = u.step(state, batches, ref=ref)
   d = np.concatenate(
     [(r - x)[b.mask] for r, x, b in zip(ref, mine, batches)]
@@ -423,7 +423,7 @@ def test_twenty_random_steps_compile_nothing():
     events.clear()
     for seed in range(20):
       batches = microbatches(c, seed=seed, questions=1 + seed % 4)
-      old = [u.score(state.params, b) for b in batches]
+      old = [u.output(state.params, b) for b in batches]
       state, m = u.step(state, batches, old)
       assert m['finite'] == 1
   finally:

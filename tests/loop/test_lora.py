@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures('programs')]
 
 def config(url, **fields):
   c = tiny.config(url)
-  c.models.lora.update(rank=2, alpha=6.0)
+  c.model.lora.update(rank=2, alpha=6.0)
   c.optim.lr = 1e-2
   c.algorithm.update(kl='loss', kl_coef=0.01, epochs=2)
   c.update_from_flattened_dict(fields)
@@ -72,7 +72,7 @@ def test_a_warm_start_trains_adapters_on_a_base_that_stays(warm):
   c, folder = warm
   found = flat(params_of(c, folder))
   started = c.copy_and_resolve_references()
-  started.models.lora.rank = 0
+  started.model.lora.rank = 0
   tok = build.tokenizer(c, str(folder))
   cfg = parameters.model_config(started, tok.vocab_size)
   base = flat(parameters.initial(started, cfg, build.mesh(c)))
@@ -150,7 +150,7 @@ def test_exports_load_and_evaluate(whole, tmp_path, url):
   jax.tree.map(np.testing.assert_array_equal, merged, lora.merge(own, params))
   export.export(str(folder), f'{tmp_path}/peft', 'latest', 'float32', True)
   again = config(url)
-  again.models.lora.path = f'{tmp_path}/peft'
+  again.model.lora.path = f'{tmp_path}/peft'
   tok = build.tokenizer(c, str(folder))
   started = parameters.initial(again, own, build.mesh(again))
   want, got = (lora.split(own, x)[0] for x in (params, started))
@@ -164,14 +164,14 @@ def test_exports_load_and_evaluate(whole, tmp_path, url):
 def test_full_training_starts_from_merged_adapters(warm):
   c, folder = warm
   full = c.copy_and_resolve_references()
-  full.models.lora.rank = 0
+  full.model.lora.rank = 0
   got = params_of(full, folder)
   tok = build.tokenizer(c, str(folder))
   cfg = parameters.model_config(c, tok.vocab_size)
   want = lora.merge(cfg, params_of(c, folder))
   jax.tree.map(np.testing.assert_array_equal, got, want)
   # Other adapters start afresh on them.
-  full.models.lora.rank = 3
+  full.model.lora.rank = 3
   other = flat(params_of(full, folder))
   assert other['layers/q_lora_a'].shape[-1] == 3
   np.testing.assert_array_equal(other['layers/q'], flat(want)['layers/q'])
@@ -182,7 +182,7 @@ def test_a_critic_has_adapters_on_the_same_base(url, tmp_path):
   c = tiny.config(url)
   c.algorithm.update(algorithms.PPO)
   c.critic.lr = 1e-2
-  c.models.lora.rank = 2
+  c.model.lora.rank = 2
   c.data.eval = ConfigDict()
   c.train.steps = 2
   metrics = train.train(c, str(tmp_path))

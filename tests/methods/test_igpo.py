@@ -27,7 +27,7 @@ class Scorer:
   def __init__(self, found=FOUND):
     self.asked, self.found = [], found
 
-  async def score(self, ids):
+  async def logps(self, ids):
     text = bytes(ids).decode()
     self.asked.append(text)
     assert text.endswith('<answer> Ann')

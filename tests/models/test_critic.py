@@ -57,14 +57,14 @@ def test_a_fresh_critic_is_the_backbone_and_says_zero():
       assert x.unsafe_buffer_pointer() != other.unsafe_buffer_pointer()
   c = common.config()
   for b in common.microbatches(c):
-    assert not make(c).score(found, b).any()
+    assert not make(c).output(found, b).any()
 
 
 def test_values_are_those_of_the_hidden_states_before():
   c, p = common.config(), params()
   for b in common.microbatches(c):
     np.testing.assert_allclose(
-      make(c).score(p, b), plain(p, b), rtol=1e-5, atol=1e-5
+      make(c).output(p, b), plain(p, b), rtol=1e-5, atol=1e-5
     )
 
 
@@ -73,11 +73,11 @@ def test_a_value_does_not_see_the_token_it_stands_before():
   [b, *_] = common.microbatches(c)
   row = int(np.flatnonzero(b.mask.any(1))[0])
   at = int(np.flatnonzero(b.mask[row])[-1])
-  before = make(c).score(p, b)
+  before = make(c).output(p, b)
   b.ids[row, at] = (b.ids[row, at] + 1) % CFG.vocab_size
-  np.testing.assert_array_equal(make(c).score(p, b), before)
+  np.testing.assert_array_equal(make(c).output(p, b), before)
   b.ids[row, at - 1] = (b.ids[row, at - 1] + 1) % CFG.vocab_size
-  assert make(c).score(p, b)[row, at] != before[row, at]
+  assert make(c).output(p, b)[row, at] != before[row, at]
 
 
 @pytest.mark.parametrize('clip', [0.0, 0.05])
@@ -86,7 +86,7 @@ def test_loss_and_gradient_are_autodiffs_of_the_clipped_error(clip):
   u, batches = make(c), common.microbatches(c)
   targets = [b.advantages for b in batches]
   old = [
-    u.score(p, b) + 0.1 * np.cos(np.arange(b.ids.shape[1])) for b in batches
+    u.output(p, b) + 0.1 * np.cos(np.arange(b.ids.shape[1])) for b in batches
   ]
   tokens = float(sum(b.mask.sum() for b in batches))
 
@@ -115,7 +115,7 @@ def test_it_learns_returns_and_says_how_much_it_explains():
   u, batches = make(c), common.microbatches(c)
   state, found = u.init(update.copy(params())), []
   for _ in range(80):
-    old = [u.score(state.params, b) for b in batches]
+    old = [u.output(state.params, b) for b in batches]
     state, metrics = u.step(state, batches, old)
     found.append(objectives.explained(metrics))
   assert found[0]['critic_explained_variance'] < 0.1
@@ -134,7 +134,7 @@ def test_a_mesh_does_not_show():
   found = []
   for u, batches in ((alone, one), (wide, many)):
     state = u.init(update.copy(p))
-    old = [u.score(state.params, b) for b in batches]
+    old = [u.output(state.params, b) for b in batches]
     found.append(batching.unpacked([batches], [old], masks))
     state, metrics = u.step(state, batches, old)
     found[-1].append(np.asarray(state.params['layers']['q']).ravel())

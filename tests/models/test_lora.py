@@ -136,7 +136,7 @@ def test_frozen_parameters_are_stored_in_their_dtype():
 
 
 def test_the_target_is_a_regex_of_projections():
-  fields = schema.base().models.lora
+  fields = schema.base().model.lora
   assert lora.parse(fields, 'float32') is None
   fields.update(rank=2, target='[qv]')
   assert lora.parse(fields, 'bfloat16') == decoder.Lora(
@@ -144,7 +144,7 @@ def test_the_target_is_a_regex_of_projections():
   )
   for target in ('embed', '['):
     fields.target = target
-    with pytest.raises(ConfigError, match='config.models.lora.target'):
+    with pytest.raises(ConfigError, match='config.model.lora.target'):
       lora.parse(fields, 'float32')
 
 
@@ -165,8 +165,8 @@ def test_peft_files_round_trip(tmp_path):
 @pytest.mark.parametrize(
   'field, value, match',
   [
-    ('r', 8, 'config.models.lora.rank=4'),
-    ('lora_alpha', 4, 'config.models.lora.alpha=8.0'),
+    ('r', 8, 'config.model.lora.rank=4'),
+    ('lora_alpha', 4, 'config.model.lora.alpha=8.0'),
     ('use_dora', True, 'use_dora=True'),
     ('modules_to_save', ['lm_head'], 'modules_to_save'),
     # Their base is not the model: it lacks what the fresh adapter adds.

@@ -286,7 +286,7 @@ POINTER = 'version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n'
   [
     (
       ['adapter_config.json', 'adapter_model.safetensors'],
-      'config.models.lora.path',
+      'config.model.lora.path',
     ),
     (['../model_world_size_2_rank_0.pt'], 'verl.model_merger'),
     (['actor/model_world_size_2_rank_0.pt'], 'local_dir .*actor --target'),

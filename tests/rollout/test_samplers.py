@@ -61,7 +61,7 @@ def start(questions=QUESTIONS, *, engine, source=None, env=None, **kw):
     engine=engine,
     source=source or FakeSource(),
     seed=0,
-    score=length,
+    reward=length,
     **dict(step=5) | kw,
   )
 
@@ -261,7 +261,7 @@ def test_recorded_logps_are_the_engines(name):
       scores = {}
       for t in found.groups[0] + found.groups[2]:
         ids = np.concatenate([s.ids for s in t.segments])
-        scores[t.id] = await engine.score(ids.tolist())
+        scores[t.id] = await engine.logps(ids.tolist())
       return found, scores, stats
 
     return asyncio.run(main())
@@ -299,7 +299,7 @@ def test_what_a_sampler_leaves_open_is_closed():
 def test_rewards_between_rounds_choose():
   values = {}
 
-  async def score(groups, step):
+  async def reward(groups, step):
     found = await length(groups, step)
     for (t,), value in zip(groups, found.value):
       values.setdefault(t.id, []).append(value)
@@ -309,7 +309,7 @@ def test_rewards_between_rounds_choose():
   found = asyncio.run(
     chains.rollout(
       QUESTIONS, env=make_env(), engine=engine, source=FakeSource(),
-      config=config('best'), seed=0, step=5, score=score,
+      config=config('best'), seed=0, step=5, reward=reward,
     )
   )  # fmt: skip
   for group in found.groups:
@@ -331,7 +331,7 @@ def test_a_hint_is_sampled_with_and_not_trained_with():
     even = int(history.split('\n')[0].split()[3]) % 2 == 0
     return f'<answer>{"right" if even or "psst" in history else "no"}</answer>'
 
-  async def score(groups, step):
+  async def reward(groups, step):
     flat = [t for group in groups for t in group]
     value = [env.answer(t) == 'right' for t in flat]
     return Rewards(np.array(value, np.float32), np.ones(len(flat), bool))
@@ -340,7 +340,7 @@ def test_a_hint_is_sampled_with_and_not_trained_with():
   found = asyncio.run(
     chains.rollout(
       QUESTIONS, env=env, engine=FakeEngine(script), source=FakeSource(),
-      config=config('hinted'), seed=0, step=5, score=score,
+      config=config('hinted'), seed=0, step=5, reward=reward,
     )
   )  # fmt: skip
   assert found.stats.generations == 3 * 2 + 3 * 4

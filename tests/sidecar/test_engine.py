@@ -22,7 +22,7 @@ from searchrl_jax.engines.core import (
   SyncError,
   WeightsUpdate,
 )
-from searchrl_jax.engines.jax.sampler import JaxSampler
+from searchrl_jax.engines.jax.engine import JaxEngine
 from searchrl_jax.engines.vllm.client import VllmEngine
 from searchrl_jax.engines.vllm.transport import Client
 from searchrl_jax.engines.weights import sync
@@ -101,7 +101,7 @@ def test_a_published_version_is_verified_end_to_end(engine):
       )
     )
     assert report.canary_max_diff < 1e-4
-    assert report.manifest == sync.manifest(params)
+    assert report.checksums == sync.checksums(params)
 
 
 @pytest.mark.parametrize('hides', [False, True])
@@ -267,7 +267,7 @@ def test_ids_that_the_server_refuses_are_an_error_here_first(engine):
 
 
 def sampler(served, params):
-  return JaxSampler(
+  return JaxEngine(
     CFG,
     params,
     served.tokenizer,

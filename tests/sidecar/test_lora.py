@@ -79,7 +79,7 @@ def test_an_adapter_is_loaded_alone_and_verified(engine):
     report = asyncio.run(verify(engine, version, 'adapter'))
     assert report.canary_max_diff < 1e-4
     adapters, _ = lora.split(CFG, weights(version))
-    assert report.manifest == sync.manifest(adapters)
+    assert report.checksums == sync.checksums(adapters)
     assert report.bytes == sum(x.nbytes for x in jax.tree.leaves(adapters))
     assert full.bytes > report.bytes
   kept = engine._publisher.path(1), engine._publisher.path(1).parent
@@ -113,7 +113,7 @@ def test_a_run_syncs_adapters_to_the_server_that_it_starts(tmp_path):
   config.model.arch.update(
     dict(num_attention_heads=1, num_key_value_heads=1, head_dim=32)
   )
-  config.models.lora.update(rank=2, alpha=6.0)
+  config.model.lora.update(rank=2, alpha=6.0)
   config.optim.lr = 1e-2
   config.engine.module = 'vllm'
   config.engine.kv_cache_gib = 0.25

@@ -91,21 +91,23 @@ class Server:
     self.call('searchrl_load', str(done.path))
     return done
 
-  def manifest(self):
+  def checksums(self):
     return checksum.combine(self.calls('searchrl_checksums'))
 
   def wrong(self, done) -> set[str]:
     """The tensors that are not those published; sync names each of them."""
-    held = self.manifest()
+    held = self.checksums()
     names = {
-      k for k in {*held, *done.manifest} if held.get(k) != done.manifest.get(k)
+      k
+      for k in {*held, *done.checksums}
+      if held.get(k) != done.checksums.get(k)
     }
     if names:
       with pytest.raises(SyncError) as e:
-        sync.compare(done.manifest, held)
+        sync.compare(done.checksums, held)
       assert all(f'  {name}:' in str(e.value) for name in names)
     else:
-      sync.compare(done.manifest, held)
+      sync.compare(done.checksums, held)
     return names
 
   def logps(self):
@@ -180,7 +182,7 @@ def server(request):
 def test_a_tensor_that_stays_random_is_named(untied):
   assert untied.call('searchrl_describe')['loaded'] is None
   with pytest.raises(RuntimeError, match='no publication'):
-    untied.manifest()
+    untied.checksums()
   done = untied.publish(1)
   name = 'model.layers.1.self_attn.v_proj.bias'
   loaded = untied.call('fault_load_without', str(done.path), name)
@@ -237,7 +239,7 @@ def test_two_workers_that_pack_nothing_hold_their_parts(
     before = make_params(cfg, 2)
     after = jax.tree.map(lambda p: p - np.float32(1e-7) * jnp.sign(p), before)
     done = server.publish(3, after)
-    assert server.wrong(done) == set(done.manifest)
+    assert server.wrong(done) == set(done.checksums)
 
 
 # --- Faults.
@@ -288,7 +290,9 @@ def test_a_transposed_matrix_is_named(server):
   )
   done = server.load(9, params)
   assert server.wrong(done) == set()  # what was loaded is what was published
-  assert server.wrong(dataclasses.replace(done, manifest=right)) == {'layers/o'}
+  assert server.wrong(dataclasses.replace(done, checksums=right)) == {
+    'layers/o'
+  }
 
 
 def test_the_version_before_is_told_where_logps_are_not(server):
@@ -298,7 +302,7 @@ def test_the_version_before_is_told_where_logps_are_not(server):
   after = jax.tree.map(lambda p: p - np.float32(1e-7) * jnp.sign(p), before)
   done = server.publish(11, after)
   server.check_logps(after)
-  assert server.wrong(done) == set(done.manifest)
+  assert server.wrong(done) == set(done.checksums)
   server.load(11, after)
   assert server.wrong(done) == set()
 
@@ -338,6 +342,6 @@ def test_a_load_that_breaks_halfway_can_be_made_good(server, tmp_path):
     server.call('searchrl_load', str(path))
   assert server.call('searchrl_describe')['loaded'] is None
   with pytest.raises(RuntimeError, match='no publication'):
-    server.manifest()
+    server.checksums()
   assert server.wrong(server.load(14)) == set()
   server.check_logps(make_params(server.cfg, 14))

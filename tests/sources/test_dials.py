@@ -12,7 +12,7 @@ from configs import atlas as recipe
 from searchrl_jax import schema
 from searchrl_jax.lookup import ConfigError
 from searchrl_jax.run import services
-from searchrl_jax.sources.core import SourceError, require_same
+from searchrl_jax.sources.core import SourceError, require_same_source
 from searchrl_jax.sources.dials import Dials, Setting, wrap
 from searchrl_jax.types import (
   Passage,
@@ -218,7 +218,7 @@ def test_a_run_has_the_dials_of_its_config():
   assert now['corpus'] == 'x' and now['dials']['contradict'] == 1.0
   before = now | {'dials': now['dials'] | {'contradict': 0.5}}
   with pytest.raises(SourceError, match='dials: .*0.5.*before'):
-    require_same(before, now)
+    require_same_source(before, now)
   config.source.dials.contradict = 1.5
   with pytest.raises(ConfigError, match='dials.contradict=1.5'):
     schema.check(config)

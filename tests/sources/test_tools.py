@@ -14,7 +14,7 @@ from experiments.ssp import start
 from searchrl_jax import schema, sft, train
 from searchrl_jax.data.core import Trace
 from searchrl_jax.engines.core import Completion
-from searchrl_jax.evaluate import controls, grading, ledger
+from searchrl_jax.evaluate import controls, files, grading
 from searchrl_jax.evaluate import policy as evaluate
 from searchrl_jax.lookup import ConfigError
 from searchrl_jax.rewards import answer, core, efficiency, progress
@@ -553,7 +553,7 @@ def test_a_trace_may_use_a_tool(tmp_path):
 
 def test_a_manifest_names_the_tools(tmp_path):
   def of(c):
-    return ledger.manifest(
+    return files.manifest(
       {}, c, template=build.template(c), identity={}, checkpoint='', commit=None
     )['tools']
 

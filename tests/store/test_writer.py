@@ -355,7 +355,7 @@ def test_a_run_of_an_earlier_version_goes_on(tmp_path):
   with open_writer(tmp_path) as w:
     w.write(0, {'loss': 1.0})
   before = json.loads((tmp_path / 'config.json').read_text())
-  for part, field in (('judge', 'max_tokens'), ('models', 'lora')):
+  for part, field in (('judge', 'max_tokens'), ('model', 'lora')):
     del before[part][field]  # it was not there yet
   records.write_json(tmp_path / 'config.json', before)
   with open_writer(tmp_path, step=1) as w:

@@ -10,7 +10,7 @@ import pytest
 
 from searchrl_jax import ask, schema, sft
 from searchrl_jax.data.core import Trace
-from searchrl_jax.evaluate import ledger
+from searchrl_jax.evaluate import files
 from searchrl_jax.rewards import answer, core, scores
 from searchrl_jax.store import records
 from searchrl_jax.text import prompts, untrusted
@@ -90,7 +90,7 @@ def test_errors_name_file_and_block(tmp_path, blocks, message):
 def test_manifests_tell_templates_apart_by_their_blocks():
   def digest(template):
     config = schema.base()
-    made = ledger.manifest(
+    made = files.manifest(
       {}, config, template=template, identity={}, checkpoint='', commit=None
     )
     return made['template']

@@ -1,4 +1,4 @@
-"""The device programs of the in-process sampler: load, prefill, decode, score.
+"""The device programs of the in-process engine: load, prefill, decode, score.
 
 Axis letters: B slots (decode) or rows (prefill), T tokens, S cache positions,
 V vocabulary, D model, N/K query/kv heads, G = N / K, H head dim, C columns

@@ -130,7 +130,7 @@ class Device:
     slots, parts = shape.slots // self._lanes, sharding.parts(mesh, shape.slots)
     shape = dataclasses.replace(shape, slots=slots, parts=parts)
     self._cfg, self._shape, self._mesh = cfg, shape, mesh
-    self._pool = futures.ThreadPoolExecutor(self._lanes, 'jax_sampler')
+    self._pool = futures.ThreadPoolExecutor(self._lanes, 'jax_engine')
     self._programs = decode.programs(cfg, shape, mesh)
     self._length = kv.length(shape.max_len)
     self._piece = min(PIECE, self._length)
@@ -171,7 +171,7 @@ class Device:
     """Of the loaded weights; kind='adapter': of the adapters alone."""
     return sum(x.nbytes for x in jax.tree.leaves(self._parts(kind)))
 
-  def manifest(self, kind: str = 'full') -> dict[str, str]:
+  def checksums(self, kind: str = 'full') -> dict[str, str]:
     """Checksums of the loaded weights, named as the trainer's parameters."""
     return checksum.checksums(self._parts(kind))
 
@@ -246,7 +246,7 @@ class Device:
     self.run(plan)
     for width in shape.score_widths:
       self.score([0] * min(width, shape.max_len))
-    self.manifest()
+    self.checksums()
     jax.block_until_ready(self._caches)
 
   def _evict(self, plan: Plan) -> None:

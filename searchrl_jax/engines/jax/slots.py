@@ -78,7 +78,7 @@ class Request(handles.Request):
   def __init__(self, handle: Handle, sampling: Sampling, future):
     super().__init__(handle, sampling)
     self.future = future
-    self.rank = (NEW, 0)  # with its step, see JaxSampler._enqueue
+    self.rank = (NEW, 0)  # with its step, see JaxEngine._enqueue
     self.limit = sampling.limit or len(handle) + sampling.max_tokens
     seed = sampling.seed & (2**64 - 1)
     self.seed = (seed >> 32, seed & (2**32 - 1))

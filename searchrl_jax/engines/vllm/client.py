@@ -9,7 +9,7 @@ each request sent to it has returned. A sync ends running requests, keeps their
 tokens with the version that sampled them, and the same generate call continues
 after `resume`.
 
-Differences from the in-process sampler: the draw of a token depends on the seed
+Differences from the in-process engine: the draw of a token depends on the seed
 and on the position at which its request began, so a completion that was split
 differs from an unsplit one; and the composition of a server's batches may
 affect the last bits.
@@ -81,7 +81,7 @@ class VllmEngine(core.Engine):
     super().__init__(model_cfg.vocab_size, tokenizer, config, _COUNTERS, 'sync')
     core.require(
       not (model_cfg.lora and config.sleep),
-      'config.engine.sleep with config.models.lora: the adapters of a server '
+      'config.engine.sleep with config.model.lora: the adapters of a server '
       'do not sleep with its weights; use False',
     )
     self._cfg = model_cfg
@@ -162,7 +162,7 @@ class VllmEngine(core.Engine):
       handle.busy = False
     return request.completion()
 
-  async def score(self, ids, server: Server | None = None) -> np.ndarray:
+  async def logps(self, ids, server: Server | None = None) -> np.ndarray:
     """Log-prob of each id given those before it: float32 [n], [0] is 0.
 
     A full forward pass at temperature 1, without the prefix cache.
@@ -198,25 +198,25 @@ class VllmEngine(core.Engine):
       CheckpointError, PublishedError: the publication.
     """
     adapter = update.kind == 'adapter'
-    what = 'an adapter, which needs config.models.lora and a full sync before'
+    what = 'an adapter, which needs config.model.lora and a full sync before'
     core.require(self._base or not adapter, f'got {what}')
     self._enter()
     await self._all(Server.check_claim)
     start = time.perf_counter()
     target = await asyncio.to_thread(self._publish, update)
     self._open.clear()
-    manifest, *_ = await self._all(lambda server: server.prepare(target))
+    checksums, *_ = await self._all(lambda server: server.prepare(target))
     size = 0 if adapter else target.bytes
     if target.adapter:
       size += target.adapter.bytes
     if adapter:  # a server that came back loaded all
-      manifest = {
-        k: v for k, v in manifest.items() if k in target.adapter.shapes
+      checksums = {
+        k: v for k, v in checksums.items() if k in target.adapter.shapes
       }
     self.version = target.version
     if isinstance(update.params, Mapping):
       await asyncio.to_thread(self._publisher.prune, target.version)
-    return self._sync_report(target.version, start, size, manifest)
+    return self._sync_report(target.version, start, size, checksums)
 
   async def resume(self) -> None:
     self._open.set()
@@ -352,7 +352,7 @@ class VllmEngine(core.Engine):
     return found
 
   def _publish(self, update: core.WeightsUpdate) -> published.Published:
-    params, version, known = update.params, update.version, update.manifest
+    params, version, known = update.params, update.version, update.checksums
     if not isinstance(params, Mapping):
       return published.open_published(params)
     adapters, base = lora.split(self._cfg, params)
@@ -371,7 +371,7 @@ class _Replica:
     self.open, self.close = engine.open, engine.close
     self.truncate = engine.truncate
     self.generate = functools.partial(engine.generate, server=server)
-    self.score = functools.partial(engine.score, server=server)
+    self.logps = functools.partial(engine.logps, server=server)
     self.stats = lambda: {'prefilled_tokens': server.prefilled}
 
 
@@ -385,7 +385,7 @@ def lora_flags(adapters: decoder.Lora | None) -> dict[str, Any]:
     return {}
   ranks = [r for r in _RANKS if r >= adapters.rank]
   limit = f'vLLM serves ranks up to {_RANKS[-1]}'
-  core.require(ranks, f'config.models.lora.rank={adapters.rank}: {limit}')
+  core.require(ranks, f'config.model.lora.rank={adapters.rank}: {limit}')
   most = {'max_lora_rank': ranks[0], 'max_loras': 1, 'max_cpu_loras': 1}
   return {'enable_lora': True, **most}
 

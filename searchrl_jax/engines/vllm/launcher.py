@@ -26,8 +26,8 @@ import threading
 import time
 
 from searchrl_jax.engines.vllm import host
-from searchrl_jax.engines.vllm.group import ProcessGroup
 from searchrl_jax.engines.vllm.host import HOST, SidecarError
+from searchrl_jax.engines.vllm.process_tree import ProcessTree
 
 PLUGIN = 'searchrl_jax.engines.vllm.plugin:Worker'
 _POLL_S = 0.25  # between health checks
@@ -55,7 +55,7 @@ class Sidecar:
     self.ready, self.restarts = False, 0
     self.failure: str | None = None
     self.stopping = threading.Event()
-    self._group: ProcessGroup | None = None
+    self._group: ProcessTree | None = None
     self._log_start = 0  # byte of the log at which this server's part begins
     self._thread = threading.Thread(target=self._supervise, daemon=True)
 
@@ -107,7 +107,7 @@ class Sidecar:
     with open(args.log_file, 'ab') as log:
       self._log_start = log.tell()
       command, env = host.command(args, self._port), host.environment(args)
-      self._group = ProcessGroup(command, env, log, args.stop_timeout_s)
+      self._group = ProcessTree(command, env, log, args.stop_timeout_s)
     _log.info('starting vLLM (log: %s)', args.log_file)
     problem = self._watch('start', args.start_timeout_s)
     self.ready = not (problem or self.stopping.is_set())

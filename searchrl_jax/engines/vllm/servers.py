@@ -195,11 +195,11 @@ class Server:
       loaded, wanted = {}, {}
       if base:
         loaded = checksum.combine(await self.http.rpc('searchrl_checksums'))
-        wanted = dict(target.manifest)
+        wanted = dict(target.checksums)
       if adapter:
         sums = await self.http.rpc('searchrl_adapter_checksums', adapter.shapes)
         loaded |= checksum.combine(sums)
-        wanted |= adapter.manifest
+        wanted |= adapter.checksums
     except Down:
       raise
     except EngineError as e:

@@ -51,7 +51,7 @@ def _served(x, tensor: hf_tensors.Tensor, dtype, turn: int) -> jax.Array:
   return x
 
 
-def _manifest(flat, dtype: str, known: Mapping[str, str] | None):
+def _checksums(flat, dtype: str, known: Mapping[str, str] | None):
   if known is None:
     return checksum.checksums(flat, dtype)
   return {name: known[name] for name in flat}
@@ -77,14 +77,14 @@ class Publisher:
     self._adapters: dict[int, pathlib.Path] = {}  # version -> folder
 
   def publish(
-    self, params: dict, version: int, manifest: Mapping[str, str] | None = None
+    self, params: dict, version: int, checksums: Mapping[str, str] | None = None
   ) -> published.Published:
     """Writes a version, shard by shard; returns when it is complete.
 
     Replaces an existing publication of the same version: it may be incomplete,
     or have been written before a resume.
 
-    manifest: checksums of the parameters, if they are known; or of more.
+    checksums: checksums of the parameters, if they are known; or of more.
 
     Raises:
       ValueError: parameters that are not those of the model, by name.
@@ -95,7 +95,7 @@ class Publisher:
       'version': version,
       'dtype': self._dtype,
       'config': families.fields(self._cfg),
-      'manifest': _manifest(flat, self._dtype, manifest),
+      'checksums': _checksums(flat, self._dtype, checksums),
       'shapes': {name: tuple(flat[name].shape) for name in sorted(flat)},
     }
     done = published.Published(pathlib.Path(), **extras)
@@ -128,7 +128,7 @@ class Publisher:
     self,
     adapters: dict,
     version: int,
-    manifest: Mapping[str, str] | None = None,
+    checksums: Mapping[str, str] | None = None,
   ) -> published.Weights:
     """Writes adapters alone, see `models.lora`; otherwise as `publish`.
 
@@ -144,7 +144,7 @@ class Publisher:
     return published.Weights(
       path,
       self._dtype,
-      manifest=_manifest(flat, self._dtype, manifest),
+      checksums=_checksums(flat, self._dtype, checksums),
       shapes={name: tuple(x.shape) for name, x in flat.items()},
     )
 

@@ -34,7 +34,7 @@ class Weights:
 
   path: pathlib.Path
   dtype: str
-  manifest: Mapping[str, str]  # our tensor name -> checksum
+  checksums: Mapping[str, str]  # our tensor name -> checksum
   shapes: Mapping[str, tuple[int, ...]]  # our tensor name -> shape
 
   @property

@@ -1,7 +1,7 @@
 """Publishes weights to an engine and verifies that it uses them (design 5.6).
 
 Each of three failures has its own check. Wrong weights: the checksum of every
-tensor that the engine holds is compared with the published manifest, because
+tensor that the engine holds is compared with the published checksums, because
 one small step changes log-probs less than rounding does. Wrong numerics: a
 canary compares the engine's log-probs with the trainer's. A stale cache: a
 handle that was cached under the old weights must be prefilled again, and must
@@ -43,7 +43,7 @@ def canary_ids(env, questions: Sequence[Question], tokens: int = 64):
   return ids[: min(tokens, env.config.max_tokens - 8)]
 
 
-def manifest(params: dict, dtype: str | None = None) -> dict[str, str]:
+def checksums(params: dict, dtype: str | None = None) -> dict[str, str]:
   """Tensor name -> checksum of the parameters that are published.
 
   dtype: of the engine's copy ('bfloat16' of float32 parameters); None if it
@@ -70,14 +70,14 @@ async def sync_and_verify(
   float32 [n], log-probs by the trainer's own forward pass ([0] is not read).
   tolerance: config.engine.canary_tolerance, see `_compare_logps`.
   kind: 'adapter' if `params` are adapters alone; the engine keeps the rest.
-  published: the `manifest` of params, if it is known; params may then be the
+  published: the `checksums` of params, if it is known; params may then be the
   folder of a publication.
 
   Raises:
     SyncError: names the tensor, or the check that failed, and the figures.
   """
   canary = [int(i) for i in canary_ids]
-  published = published or manifest(params, engine.dtype)
+  published = published or checksums(params, engine.dtype)
   probes = [(e, e.open(Prompt(tuple(canary)))) for e in engine.replicas]
   try:
     # Fill the cache under the old weights.
@@ -89,13 +89,13 @@ async def sync_and_verify(
     got = {engine.version, report.version}
     what = f'version {version} was published; the engine reports {got}'
     _require(got == {version}, what)
-    compare(published, report.manifest)
+    compare(published, report.checksums)
     want = np.asarray(trainer_logps_fn(np.asarray(canary, np.int32)))
     worst = 0.0
     for replica, handle in probes:
       done = await _from_cache(replica, handle, canary, version)
       # One call for both checks.
-      got = await replica.score([*canary, *done.ids.tolist()])
+      got = await replica.logps([*canary, *done.ids.tolist()])
       got, after = np.split(got, [len(canary)])
       worst = max(worst, _compare_logps(got[1:], want[1:], tolerance, _CANARY))
       _compare_logps(done.logps, after, tolerance, _DIFFERS)

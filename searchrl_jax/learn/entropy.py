@@ -26,7 +26,7 @@ class Stats(NamedTuple):
 
 
 @dataclasses.dataclass(eq=False)
-class Scorer:
+class Entropies:
   """Stats of rows of ids under the policy at one temperature.
 
   `params` may be replaced; the compiled programs, one per length, are kept.

@@ -1,4 +1,4 @@
-"""The in-process sampler: exact, complete, and it ends."""
+"""The in-process engine: exact, complete, and it ends."""
 
 import asyncio
 import dataclasses
@@ -170,10 +170,10 @@ def test_scores_that_wait_share_a_call(engine, monkeypatch):
   monkeypatch.setattr(engine._device, 'score', counted)
 
   async def alone():
-    return [await engine.score(row) for row in rows]
+    return [await engine.logps(row) for row in rows]
 
   async def together():
-    return await asyncio.gather(*map(engine.score, rows))
+    return await asyncio.gather(*map(engine.logps, rows))
 
   one = asyncio.run(alone())
   assert sizes == [1] * 8
@@ -228,7 +228,7 @@ def test_local_layers_with_forks_and_cuts(block, monkeypatch):
     )
     engine.append(handle, range(9))
     more = await engine.generate(handle, sampling)
-    return handle.ids, first, again, more, await engine.score(handle.ids)
+    return handle.ids, first, again, more, await engine.logps(handle.ids)
 
   ids, first, again, more, scored = asyncio.run(main())
   assert again.ids.tolist() == first.ids[3:].tolist()
@@ -1045,7 +1045,7 @@ def test_versions_after_a_sync_in_the_middle():
 
 def test_weights_of_another_model_are_refused_whole():
   engine = make_engine()
-  before = engine.manifest()
+  before = engine.checksums()
   params = make_params(1)
   for change, match in (
     (lambda p: p['layers'].pop('q_bias'), "'layers/q_bias' has shape None"),
@@ -1056,7 +1056,7 @@ def test_weights_of_another_model_are_refused_whole():
     change(bad)
     with pytest.raises(SyncError, match=match):
       asyncio.run(engine.sync(WeightsUpdate(bad, 1)))
-  assert engine.manifest() == before and engine.version == 0
+  assert engine.checksums() == before and engine.version == 0
 
 
 def test_the_engine_owns_its_weights():
@@ -1106,7 +1106,7 @@ def test_nothing_compiles_after_warmup(monkeypatch):
       )
       engine.append(handle, rng.integers(0, 90, rng.integers(1, 5)))
       await asyncio.sleep(0.01)  # others take its slot
-    await engine.score(handle.ids)
+    await engine.logps(handle.ids)
     engine.close(handle)
 
   async def step(n):

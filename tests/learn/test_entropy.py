@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from searchrl_jax.devices import sharding
-from searchrl_jax.learn import scoring
+from searchrl_jax.learn import entropy
 from searchrl_jax.models import decoder
 from tests.learn.test_update import CFG, UNTIED, params
 
@@ -23,7 +23,7 @@ def rows(*sizes):
 
 def scorer(p, cfg=CFG, temperature=1.0, chunk=24, **kw):
   alone = sharding.make_mesh(devices=jax.devices()[:1])
-  return scoring.Scorer(
+  return entropy.Entropies(
     cfg,
     p,
     temperature=temperature,

@@ -39,7 +39,7 @@ _COUNTERS = """
 _rank = operator.attrgetter('rank')
 
 
-class JaxSampler(core.Engine):
+class JaxEngine(core.Engine):
   """See engines/core.py. `config` is config.engine; `tokenizer` needs
   `token_bytes(id) -> bytes` and `vocab_size`. `rest` and `wake` have no effect:
   the memory belongs to the trainer's process.
@@ -74,10 +74,10 @@ class JaxSampler(core.Engine):
     self._driver: asyncio.Task | None = None
     self._loop: asyncio.AbstractEventLoop | None = None
     self._lock = threading.Lock()  # held while the device state changes
-    self._worker = futures.ThreadPoolExecutor(1, 'jax_sampler')
+    self._worker = futures.ThreadPoolExecutor(1, 'jax_engine')
     self._device = Device(cfg, shape, mesh, params)
     # Checksums of the weights in use, named as the trainer's parameters.
-    self.manifest = self._device.manifest
+    self.checksums = self._device.checksums
 
   # The contract.
 
@@ -130,7 +130,7 @@ class JaxSampler(core.Engine):
       self._table.rewind(handle)
       self._wake_driver()
 
-  async def score(self, ids) -> np.ndarray:
+  async def logps(self, ids) -> np.ndarray:
     """Log-prob of each id given those before it: float32 [n], [0] is 0.
 
     A full forward pass at temperature 1, without any cache. Calls that wait
@@ -150,7 +150,7 @@ class JaxSampler(core.Engine):
 
     Waits for the chunk that is running. Drops every cached prefix. Running
     generate calls continue with the new weights after `resume`, which their
-    Completion.versions shows. `SyncReport.manifest` is computed from the
+    Completion.versions shows. `SyncReport.checksums` is computed from the
     loaded weights; `weights.sync` compares it and fills in the canary.
 
     Raises:
@@ -163,8 +163,8 @@ class JaxSampler(core.Engine):
       self.version = update.version
       self._held = True
     kind, device = update.kind, self._device
-    size, manifest = device.nbytes(kind), device.manifest(kind)
-    return self._sync_report(update.version, start, size, manifest)
+    size, checksums = device.nbytes(kind), device.checksums(kind)
+    return self._sync_report(update.version, start, size, checksums)
 
   async def resume(self) -> None:
     self._held = False
@@ -393,4 +393,4 @@ def capacity(model_cfg: DecoderConfig, config, tokens: int) -> int:
   return room(cfg, config).capacity(tokens)
 
 
-make = JaxSampler  # called for config.engine.module = 'jax_sampler'
+make = JaxEngine  # called for config.engine.module = 'jax'

@@ -44,7 +44,7 @@ async def trajectories(engine):
       )
       engine.append(handle, rng.integers(0, 90, 3 + i % 5))
       await asyncio.sleep(0)
-    out.append(await engine.score(handle.ids))
+    out.append(await engine.logps(handle.ids))
     engine.close(handle)
     return out
 
@@ -54,7 +54,7 @@ async def trajectories(engine):
 @pytest.fixture(scope='module')
 def alone():
   engine = engine_on(None)
-  return asyncio.run(trajectories(engine)), engine.manifest()
+  return asyncio.run(trajectories(engine)), engine.checksums()
 
 
 @pytest.mark.parametrize('shape', SHAPES)
@@ -81,7 +81,7 @@ def test_it_samples_what_one_device_samples(shape, alone):
       assert x.ids.tolist() == y.ids.tolist()
       np.testing.assert_allclose(x.logps, y.logps, atol=1e-5)
     np.testing.assert_allclose(a_score, b_score, atol=1e-5)
-  assert engine.manifest() == alone[1]
+  assert engine.checksums() == alone[1]
 
 
 COLLECTIVE = re.compile(

@@ -2,7 +2,7 @@
 
 vLLM's server is three processes: the API, the engine core and a worker for
 each device. If the API is killed by force, the other two keep running and keep
-the device's memory. `ProcessGroup` therefore signals the whole process group,
+the device's memory. `ProcessTree` therefore signals the whole process group,
 and a guard process, in a separate session, ends the group if this process is
 killed.
 """
@@ -24,7 +24,7 @@ _POLL_S = 0.1
 _GUARD = 'cat; kill -s TERM -- -$0 && sleep $1 && kill -s KILL -- -$0'
 
 
-class ProcessGroup:
+class ProcessTree:
   """A command, running as the leader of its own process group."""
 
   def __init__(
