@@ -80,8 +80,10 @@ def export(
   config = build.load_config(workdir)
   tok = build.tokenizer(config, workdir)
   cfg = parameters.model_config(config, tok.vocab_size)
-  params = parameters.restore(config, workdir, cfg, build.mesh(config), which)
+  # Of a run that goes on, 'latest' may change meanwhile.
   step = checkpoint.of_run(config, workdir).resolve(which)
+  mesh = build.any_mesh(config)
+  params = parameters.restore(config, workdir, cfg, mesh, str(step))
   card = {'README.md': model_card(config, workdir, step, adapter)}
   if adapter:
     message = f'--adapter: {workdir} has none (config.model.lora.rank=0)'

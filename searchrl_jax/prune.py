@@ -52,16 +52,29 @@ _COPIED = (
 
 
 def read_texts(path: str) -> Iterator[str]:
-  """FIELDS of .jsonl and .jsonl.gz files; the whole of another file."""
+  """FIELDS of .jsonl and .jsonl.gz files; the strings of a .json file; the
+  whole of another file."""
   if '.jsonl' not in pathlib.Path(path).suffixes:
     lookup.require(pathlib.Path(path).is_file(), f'{path}: no such file')
-    yield pathlib.Path(path).read_text('utf-8')
+    text = pathlib.Path(path).read_text('utf-8')
+    yield from _strings(json.loads(text)) if path.endswith('.json') else [text]
     return
   for _, record in jsonl.read(path):
     values = (record.get(field, ()) for field in FIELDS)
     for value in values:
       texts = [value] if isinstance(value, str) else value
       yield from (text for text in texts if isinstance(text, str))
+
+
+def _strings(value: Any) -> Iterator[str]:
+  """All strings of a value of JSON, keys too."""
+  if isinstance(value, str):
+    yield value
+  elif isinstance(value, list):
+    for item in value:
+      yield from _strings(item)
+  elif isinstance(value, dict):
+    yield from _strings([*value, *value.values()])
 
 
 def count(backend, texts: Iterable[str], size: int) -> np.ndarray:
@@ -242,6 +255,11 @@ def prune(
   )
 
 
+def _vocabulary(folder: str) -> dict[str, int]:
+  spec = (pathlib.Path(folder) / 'tokenizer.json').read_text('utf-8')
+  return json.loads(spec)['model']['vocab']
+
+
 def restore(model: str, trained: str, out: str) -> str:
   """Writes the whole model with the weights of a trained small version.
 
@@ -261,6 +279,11 @@ def restore(model: str, trained: str, out: str) -> str:
     about['entries'] == cfg.vocab_size,
     f'{file} is of a model with {about["entries"]} entries, and '
     f'--model={model} has {cfg.vocab_size}',
+  )
+  whole, part = (_vocabulary(folder) for folder in (model, trained))
+  lookup.require(
+    all(whole.get(token) == ids[i] for token, i in part.items()),
+    f'{file} is of another small version than {trained}',
   )
   _, new = pretrained.load(trained, cfg=small)
   new['embed'] = params['embed'].at[ids].set(new['embed'])

@@ -300,7 +300,8 @@ def base() -> ConfigDict:
   # A language model that judges answers, behind an OpenAI-compatible server:
   # for the reward judge.correct, and beside EM and F1 in every evaluation.
   c.judge.url = ''  # '' = there is none; the token is OPENAI_API_KEY's
-  c.judge.model = ''  # '' = the one that is served
+  # '' = the one that is served; name it where the URL may change.
+  c.judge.model = ''
   c.judge.timeout = 30.0  # seconds for one attempt
   c.judge.attempts = 4
   c.judge.concurrency = 32  # requests in flight

@@ -119,7 +119,9 @@ def _train(config, workdir: str) -> dict[str, float]:
         **{f'reward/{k}': rewards.mean(v) for k, v in reward.parts.items()},
         **{f'batch/{k}': v for k, v in batch.counts.items()},
         **stats.metrics(),
-        **health.signs(groups, env, batch.returns, reward.valid),
+        **health.signs(
+          groups, env, batch.returns, reward.valid, match=config.eval.match
+        ),
         **collector.staleness(groups, run.step, config.rollout.max_staleness),
         'time/engine_idle': rollouts.idle_seconds(),
         'reward': rewards.mean(batch.returns[reward.valid]),

@@ -166,6 +166,12 @@ def test_a_small_version_writes_and_scores_the_same(model, tmp_path):
     assert own.decode(own.encode(text)) == text
 
 
+def test_texts_of_a_json_file_are_its_strings(tmp_path):
+  path = tmp_path / 'template.json'
+  path.write_text(json.dumps({'a': ['b\n\n', 1], 'c': {'d': '"'}}))
+  assert sorted(prune.read_texts(str(path))) == ['"', 'a', 'b\n\n', 'c', 'd']
+
+
 def test_a_trained_small_version_goes_back_into_the_whole(model, tmp_path):
   texts, small = tmp_path / 'texts.txt', tmp_path / 'small'
   texts.write_text('\n'.join(scripted.TEXTS[:1] * 4))
@@ -175,6 +181,14 @@ def test_a_trained_small_version_goes_back_into_the_whole(model, tmp_path):
   trained = jax.tree.map(lambda x: x + 1, some)
   pretrained.save(tmp_path / 'trained', cut, trained)
   with pytest.raises(lookup.ConfigError, match='kept.json'):
+    prune.restore(str(model), str(tmp_path / 'trained'), str(tmp_path / 'back'))
+  about = json.loads((small / prune.KEPT).read_text())
+  for name in ('tokenizer.json', 'tokenizer_config.json'):
+    shutil.copy(small / name, tmp_path / 'trained')
+  # That of another small version with as many entries.
+  other = about | {'ids': sorted({*range(511 - len(ids), 511)})}
+  (tmp_path / 'trained' / prune.KEPT).write_text(json.dumps(other))
+  with pytest.raises(lookup.ConfigError, match='another small version'):
     prune.restore(str(model), str(tmp_path / 'trained'), str(tmp_path / 'back'))
   shutil.copy(small / prune.KEPT, tmp_path / 'trained')
   prune.restore(str(model), str(tmp_path / 'trained'), str(tmp_path / 'back'))

@@ -127,7 +127,7 @@ def once(publisher, server: Server, params, version: int, rank: int) -> dict:
   how = ('searchrl_checksums',)
   if rank:
     how = 'searchrl_adapter_checksums', done.shapes
-  sync.compare(done.manifest, checksum.combine(server.rpc(*how)))
+  sync.compare(done.checksums, checksum.combine(server.rpc(*how)))
   lap('checksums')
   server.post('/resume')
   model = f'v{version}' if rank else 'policy'
@@ -140,7 +140,7 @@ def once(publisher, server: Server, params, version: int, rank: int) -> dict:
     'total_s': sum(seconds.values()),
     **seconds,
     'bytes': done.bytes,
-    'tensors': len(done.manifest),
+    'tensors': len(done.checksums),
     **own.row('trainer'),
     **server.memory.row('server'),
   }

@@ -313,11 +313,14 @@ def mean_of(reward: Rewards) -> float:
 
 
 def solved(
-  groups: Sequence[Group], reward: Rewards | None, env: SearchEnv
+  groups: Sequence[Group],
+  reward: Rewards | None,
+  env: SearchEnv,
+  match: str = 'text',
 ) -> dict[str, float]:
   """Rewards and signs of collapse of the solver, without dummy questions."""
   real = [g for g in groups if g[0].question.source != DUMMY]
-  out = health.signs(real, env)
+  out = health.signs(real, env, match=match)
   if not real:
     return out
   rows = (

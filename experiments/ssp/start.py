@@ -201,7 +201,7 @@ class Frozen:
   """Refuses to continue with another frozen proposer (a state of `Session`).
 
   Args:
-    weights: `sync.manifest` of the proposer's weights now; None: it learns.
+    weights: `sync.checksums` of the proposer's weights now; None: it learns.
     config: the whole.
   """
 

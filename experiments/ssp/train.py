@@ -136,7 +136,9 @@ class Sampler:
       'selfplay/solver_success': np.mean(new) if new else np.nan,
       'selfplay/proposer_reward': game.mean_of(reward[PROPOSER]),
       'selfplay/pool': len(self._pool),
-      **game.solved(solved, reward.get(SOLVER), self._envs[SOLVER]),
+      **game.solved(
+        solved, reward.get(SOLVER), self._envs[SOLVER], config.eval.match
+      ),
     }
     return Step(proposals, proposed, asked, solved, reward, shares, metrics)
 
@@ -238,7 +240,7 @@ def _train(config, workdir: str) -> dict[str, float]:
   roles = {role: game.role_config(config, role) for role in learning}
   learner = Learner(config, cfg, mesh, roles=roles)
   first = parameters.initial(config, cfg, mesh) if s.frozen else None
-  frozen = start.Frozen(first and sync.manifest(first), config)
+  frozen = start.Frozen(first and sync.checksums(first), config)
   sampler = Sampler(config, envs, stream, pool, oracle)
   with Session(
     config,

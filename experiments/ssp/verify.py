@@ -19,7 +19,7 @@ from ml_collections import ConfigDict
 from experiments.ssp.game import FAILED, VERIFIER, Proposal
 from searchrl_jax.rewards import scores
 from searchrl_jax.rewards.judge import JudgeError
-from searchrl_jax.sources.chat import Chat, ChatError, payload
+from searchrl_jax.sources.chat import Chat, ChatError, blamed, payload
 from searchrl_jax.store import records
 from searchrl_jax.text.env import SearchEnv
 from searchrl_jax.types import Question
@@ -157,6 +157,11 @@ class Reader:
     replies = dict(
       zip(new, await asyncio.gather(*map(self._ask, new.values())), strict=True)
     )
+    replies = await blamed(replies, lambda: self._ask(_PASSAGE))
+    replies = {
+      name: None if getattr(reply, 'kind', '') == 'unusable' else reply
+      for name, reply in replies.items()
+    }
     new = {k: v for k, v in replies.items() if not isinstance(v, ChatError)}
     with self._path.open('a') as file:
       file.writelines(f'{json.dumps(pair)}\n' for pair in new.items())
@@ -183,7 +188,7 @@ class Reader:
         schema=SCHEMA,
       )
     except ChatError as e:
-      return None if e.kind == 'unusable' else e
+      return e
     return _answer(reply)
 
   async def check(self) -> None:
@@ -193,12 +198,9 @@ class Reader:
       ChatError: nobody serves the model, or it cannot be asked like this.
     """
     self._model = (await self._chat.check())['model']
-    if not isinstance(found := await self._ask(_PASSAGE), str):
-      raise found or ChatError(
-        'unusable',
-        f'{self._chat.url}: no answer to {_PASSAGE!r} in the form '
-        'that is asked for; name another by config.judge',
-      )
+    found = await self._ask(_PASSAGE)
+    if isinstance(found, ChatError):
+      raise found
 
   async def close(self) -> None:
     await self._chat.close()
@@ -208,11 +210,15 @@ def _digest(text: str) -> str:
   return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
-def _answer(reply: str) -> str | None:
+def _answer(reply: str) -> str | ChatError:
   try:
     found = json.loads(reply)
   except ValueError:
     found = None
   if isinstance(found, dict) and isinstance(found.get('answer'), str):
     return found['answer']
-  return None
+  return ChatError(
+    'unusable',
+    f'no answer in the form that is asked for: {reply[:200]!r}; name another '
+    'model by config.judge',
+  )

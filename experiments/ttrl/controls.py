@@ -36,9 +36,8 @@ async def golds(
       None,
     )
 
-  return vote.labelled(
-    groups, context, choose, votes, train, match, max_abstained
-  )
+  del max_abstained
+  return vote.labelled(groups, context, choose, votes, train, match)
 
 
 async def random(
@@ -59,9 +58,8 @@ async def random(
   def choose(keys, question, step):
     return drawn(sorted(set(keys) - {None}), question, step)
 
-  return vote.labelled(
-    groups, context, choose, votes, train, match, max_abstained
-  )
+  del max_abstained
+  return vote.labelled(groups, context, choose, votes, train, match)
 
 
 async def random_vote(
@@ -82,9 +80,8 @@ async def random_vote(
   def choose(keys, question, step):
     return drawn([key for key in keys if key], question, step)
 
-  return vote.labelled(
-    groups, context, choose, votes, train, match, max_abstained
-  )
+  del max_abstained
+  return vote.labelled(groups, context, choose, votes, train, match)
 
 
 def drawn(keys: Sequence[str], question: Question, step: int) -> str | None:
@@ -93,6 +90,6 @@ def drawn(keys: Sequence[str], question: Question, step: int) -> str | None:
   return keys[rng.integers(len(keys))] if keys else None
 
 
-golds.check = random.check = random_vote.check = vote.check
-golds.needs_step = random.needs_step = random_vote.needs_step = True
+for control in golds, random, random_vote:
+  control.check, control.check_step = vote.check, vote.check_step
 golds.needs = ('answers',)

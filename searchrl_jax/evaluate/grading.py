@@ -176,7 +176,8 @@ def _queries(trajectory: Trajectory, env: SearchEnv) -> list[str]:
 
 
 def _mean(values: Sequence[float]) -> float:
-  return sum(values) / len(values) if values else NAN
+  # Exact, so that the order of samples cannot part equal means.
+  return math.fsum(values) / len(values) if values else NAN
 
 
 class Evaluation(NamedTuple):
@@ -273,6 +274,10 @@ class Evaluator:
     found = cluster.gather(self.name, self._own)
     groups, rows = ([x for part in found for x in part[i]] for i in (0, 1))
     seconds = max(part[2] for part in found)
+    if self.judge is not None:
+      judged = np.array([row.judged for row in rows])
+      flat = [t for group in groups for t in group]
+      self.judge.require(flat, ~np.isnan(judged))
     if self.writer is not None:
       self.writer.trajectories(step, groups, name=self.name)
       path = self.writer.folder / f'{self.name}_ids.json'
@@ -328,8 +333,12 @@ class Evaluator:
     if self.judge is not None:
       grades = judging.grade(flat, self.env, self.judge, after_em=False)
       with self._phase(f'{self.name} judge'):
-        judged, _ = self.runner(grades)
-      self.judge.require(flat, ~np.isnan(judged))
+        judged, unusable = self.runner(grades)
+      if unusable.any():
+        logging.warning(
+          f'{int(unusable.sum())} of {len(flat)} answers have no usable verdict'
+          ' and count as wrong: see the judge at config.judge.url'
+        )
       rows = [
         dataclasses.replace(row, judged=value)
         for row, value in zip(rows, judged.tolist(), strict=True)

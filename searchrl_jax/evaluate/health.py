@@ -18,7 +18,11 @@ _SCORES = (
 
 
 def signs(
-  groups: Sequence[Group], env: SearchEnv, values=None, valid=None
+  groups: Sequence[Group],
+  env: SearchEnv,
+  values=None,
+  valid=None,
+  match: str = 'text',
 ) -> dict[str, float]:
   """Returns signs of collapse as 'health/NAME' (design 5.15).
 
@@ -35,11 +39,12 @@ def signs(
     values: rewards [B], for the share of groups whose rewards are all equal
       but for rounding.
     valid: bool [B], which rewards count; given with values.
+    match: config.eval.match, what makes answers equal.
   """
   flat = [t for group in groups for t in group]
   good = [t for t in flat if not t.failed]
   out = {'failed': float(len(flat) - len(good))}
-  rows = grading.score(good, env)
+  rows = grading.score(good, env, match=match)
   for name in _SCORES:
     known = [getattr(row, name) for row in rows]
     known = [value for value in known if not math.isnan(value)]

@@ -35,6 +35,7 @@ ASKED = ('dir', 'world_module', 'world_seed', 'world', 'eval')
 def config_for(workdir: str, on, own_searches: bool):
   """The config of a run, with the questions of the config `on`."""
   config = build.load_config(workdir)
+  build.any_mesh(config)
   for name in ASKED:
     config.data[name] = on.data[name]
   config.eval = on.eval

@@ -15,7 +15,7 @@ import json
 import math
 import pathlib
 import re
-import shutil
+import tempfile
 from typing import Any
 
 import jax
@@ -225,15 +225,11 @@ def save(
   path, host = pathlib.Path(path), {}
   if path.exists():
     raise FileExistsError(f'{path} exists; remove it or choose another')
-  part = path.with_name(f'.{path.name}.tmp')
-  shutil.rmtree(part, ignore_errors=True)
-  part.mkdir(parents=True)
   flat = jax.device_get(decoder.flatten(adapters))
   table = tensor_table(cfg)
   for name, tensor in table.items():
     x = tensor.to_hf(flat[tensor.path][tensor.layer])
     host[name] = np.ascontiguousarray(x, np.dtype(dtype))
-  safetensors.numpy.save_file(host, part / WEIGHTS, {'format': 'pt'})
   modules = {name.split('.')[-3] for name in table}
   fields = {
     'peft_type': 'LORA',
@@ -250,9 +246,15 @@ def save(
     'inference_mode': True,
   }
   texts = {CONFIG: json.dumps(fields, indent=2) + '\n', **(files or {})}
-  for name, text in texts.items():
-    (part / name).write_text(text, encoding='utf-8')
-  part.rename(path)
+  path.parent.mkdir(parents=True, exist_ok=True)
+  beside = dict(dir=path.parent, prefix=f'.{path.name}.')
+  with tempfile.TemporaryDirectory(**beside) as home:
+    part = pathlib.Path(home, path.name)
+    part.mkdir()
+    safetensors.numpy.save_file(host, part / WEIGHTS, {'format': 'pt'})
+    for name, text in texts.items():
+      (part / name).write_text(text, encoding='utf-8')
+    part.rename(path)
 
 
 def load(path, cfg: DecoderConfig, mesh=None) -> dict:

@@ -12,7 +12,7 @@ import math
 import os
 import pathlib
 import re
-import shutil
+import tempfile
 from typing import Any, NamedTuple
 
 import jax
@@ -344,19 +344,19 @@ def write_folder(
   if path.exists():
     raise FileExistsError(f'{path} exists; remove it or choose another')
   text = json.dumps({**config, 'torch_dtype': dtype.name}, indent=2)
-  tmp = path.with_name(f'.{path.name}.tmp')
-  shutil.rmtree(tmp, ignore_errors=True)
-  tmp.mkdir(parents=True)
+  path.parent.mkdir(parents=True, exist_ok=True)
+  beside = dict(dir=path.parent, prefix=f'.{path.name}.')
   try:
-    _write_tensors(tmp, table, read, dtype, max_shard_bytes)
-    (tmp / 'config.json').write_text(f'{text}\n', encoding='utf-8')
-    write(tmp)
-    os.sync()  # the files are on the disk before the folder has its name
-    tmp.rename(path)
+    with tempfile.TemporaryDirectory(**beside) as home:
+      part = pathlib.Path(home, path.name)
+      part.mkdir()
+      _write_tensors(part, table, read, dtype, max_shard_bytes)
+      (part / 'config.json').write_text(f'{text}\n', encoding='utf-8')
+      write(part)
+      os.sync()  # the files are on the disk before the folder has its name
+      part.rename(path)
   except (OSError, safetensors.SafetensorError) as e:
     raise OSError(f'writing {path} failed: {e}') from e
-  finally:
-    shutil.rmtree(tmp, ignore_errors=True)
 
 
 def _write_tensors(folder, tensors, read, dtype: np.dtype, most: float):

@@ -136,7 +136,9 @@ def valid_format(
     if block.author == 'environment' and block.kind == 'other':
       continue  # the note before the last turn
     wanted = writers if block.kind == 'information' else ['policy']
-    if not block.complete or not block.text or block.author not in wanted:
+    if not block.complete or block.author not in wanted:
+      return False
+    if not block.text and block.author == 'policy':
       return False
     name, kind = block.kind, env.template.kinds.get(block.kind)
     if kind in env.template.blocks:

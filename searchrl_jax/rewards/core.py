@@ -12,7 +12,8 @@ depend on its group alone, and the names of `parts` must be the same for all
 groups. Set `fn.needs_step = True`, or a function of the fields, if it compares
 groups, or takes the weights of the step: it is called once, with all groups of
 this process, when the step is about to be trained on. Set `fn.check_step = f`
-for f(groups, rewards, context), which is called with all of them and may raise.
+for f(groups, reward, context, fields), which is called with all groups of all
+processes and what the function gave them, and may raise.
 
   config.reward.em = dict(fn='answer.em', weight=1.0)
   config.reward.format = dict(fn='answer.format_valid', weight=0.2)
@@ -137,7 +138,9 @@ async def combine(
     Any error of a function.
   """
   results = await of_groups(config, groups, context)
-  return await of_step(config, groups, [results], context)
+  reward = await of_step(config, groups, [results], context)
+  check_step(config, groups, reward, context)
+  return reward
 
 
 async def of_groups(
@@ -184,10 +187,8 @@ async def of_step(
   trajectories = flat(groups)
   valid = alive = np.array([not t.failed for t in trajectories], bool)
   weighted, parts = [], {}
-  for name, function, weight, _ in _terms(config):
+  for name, _, weight, _ in _terms(config):
     result = found[name]
-    if hasattr(function, 'check_step'):
-      function.check_step(groups, result, context)
     valid = valid & np.asarray(result.valid, bool)
     weighted.append((weight, result))
     totals = np.array([np.sum(v) for v in result.value], np.float32)
@@ -207,6 +208,31 @@ async def of_step(
   whole = at == 'trajectory'
   value = np.array(values, np.float32) if whole else tuple(values)
   return Rewards(value, valid, at, parts)
+
+
+def check_step(
+  config: ConfigDict,
+  groups: Sequence[Group],
+  reward: Rewards,
+  context: RewardContext,
+) -> None:
+  """Lets functions refuse a step (`fn.check_step`).
+
+  Args:
+    config, context: as of `combine`.
+    groups: of the step, of all processes.
+    reward: what `of_step` returned for them.
+  """
+  for name, function, _, fields in _terms(config):
+    if hasattr(function, 'check_step'):
+      value, start = reward.parts[name], f'{name}/'
+      parts = {
+        key.removeprefix(start): column
+        for key, column in reward.parts.items()
+        if key.startswith(start)
+      }
+      own = Rewards(np.nan_to_num(value), ~np.isnan(value), parts=parts)
+      function.check_step(groups, own, context, fields)
 
 
 def at_tokens(groups: Sequence[Group], rewards: Rewards) -> list[np.ndarray]:

@@ -24,6 +24,7 @@ from searchrl_jax.rewards.core import RewardContext, flat
 from searchrl_jax.sources.chat import (
   Chat,
   ChatError,
+  blamed,
   payload,
   thinks,
   without_tags,
@@ -90,6 +91,10 @@ class Judge:
     ]
     new = list(dict.fromkeys(i for i in items if i not in self._cache))
     replies = dict(zip(new, await asyncio.gather(*map(self._ask, new))))
+    replies = await blamed(replies, lambda: self._ask(_TEST))
+    for reply in replies.values():
+      if isinstance(reply, ChatError) and reply.kind != 'unusable':
+        self._last = reply
     out = [replies.get(i, self._cache.get(i)) for i in items]
     self._cache |= {i: v for i, v in replies.items() if isinstance(v, bool)}
     while len(self._cache) > KEPT:  # drop the oldest
@@ -138,8 +143,6 @@ class Judge:
       )
       return read(reply)
     except ChatError as e:
-      if e.kind != 'unusable':
-        self._last = e
       return e
 
 
@@ -229,8 +232,9 @@ async def correct(
   return Rewards(np.nan_to_num(grades), valid, parts=parts)
 
 
-def _check_step(groups, rewards: Rewards, context: RewardContext) -> None:
-  context.judge.require(flat(groups), rewards.valid)
+def _check_step(groups, reward: Rewards, context: RewardContext, fields):
+  del fields
+  context.judge.require(flat(groups), reward.valid)
 
 
 correct.needs = ('answers',)

@@ -52,17 +52,17 @@ async def majority(
     max_abstained: allowed share of questions without a vote.
 
   Returns:
-    Parts, for all N samples that did not fail: abstained; for questions with a
+    Parts, for all N samples that did not fail: abstained, silent (no sample has
+    an answer that can be parsed); for questions with a
     vote, tie and majority_ratio (share of the label in N); for questions with
     golden answers, label_accuracy, maj@N, pass@N, pass@M, right (of a sample;
     ground_truth_ratio in TTRL) and reward_accuracy (of the M).
 
   Raises:
-    RewardError: a group of another size, or too many questions without a vote.
+    RewardError: a group of another size.
   """
-  return labelled(
-    groups, context, most_frequent, votes, train, match, max_abstained
-  )
+  del max_abstained  # of a step: `check_step`
+  return labelled(groups, context, most_frequent, votes, train, match)
 
 
 def check(config, fields) -> None:
@@ -87,8 +87,30 @@ def check(config, fields) -> None:
   equivalence.function(fields['match'])
 
 
-majority.check = check
-majority.needs_step = True  # for max_abstained
+def check_step(groups, reward: Rewards, context, fields) -> None:
+  """Checks the votes of a step.
+
+  Raises:
+    RewardError: too many questions without a vote.
+  """
+  del context
+  by_group = np.split(reward.parts['silent'], np.cumsum([*map(len, groups)]))
+  names = [
+    group[0].question.id
+    for group, column in zip(groups, by_group)
+    if (column == 1).any()
+  ]
+  most, match = fields['max_abstained'], fields['match']
+  require(
+    len(names) <= most * len(groups),
+    f'{len(names)} of {len(groups)} questions have no vote under '
+    f'match={match!r} ({", ".join(map(repr, names[:3]))}, ...), above '
+    f'max_abstained={most}: none of their answers can be parsed. Inspect the '
+    'trajectories; set match and config.env.answer for this data',
+  )
+
+
+majority.check, majority.check_step = check, check_step
 
 
 def most_frequent(keys, question, step) -> str | None:
@@ -104,13 +126,12 @@ def labelled(
   votes: int,
   train: int,
   match: str,
-  max_abstained: float,
 ) -> Rewards:
   """Rewards as in `majority`, with the labels that `choose` returns."""
   n = sum(map(len, groups))
   value, valid = np.zeros(n, np.float32), np.zeros(n, bool)
   parts = collections.defaultdict(lambda: np.full(n, np.nan, np.float32))
-  silent, at = [], 0
+  at = 0
   for group in groups:
     question = group[0].question
     require(
@@ -127,8 +148,7 @@ def labelled(
     sure = len(alive) == votes or lead > votes - len(alive)
     label = choose(keys, question, context.step) if sure else None
     parts['abstained'][own] = label is None
-    if alive and not counts:
-      silent.append(question.id)
+    parts['silent'][own] = not counts
     trained = own[np.array(alive, int) < train]
     if label is not None:
       valid[trained] = True
@@ -148,11 +168,4 @@ def labelled(
     if label is not None:
       parts['label_accuracy'][own] = label in good
       parts['reward_accuracy'][trained] = (value[own] == right)[: len(trained)]
-  require(
-    len(silent) <= max_abstained * len(groups),
-    f'{len(silent)} of {len(groups)} questions have no vote under '
-    f'match={match!r} ({", ".join(map(repr, silent[:3]))}, ...), above '
-    f'max_abstained={max_abstained}: none of their answers can be parsed. '
-    'Inspect the trajectories; set match and config.env.answer for this data',
-  )
   return Rewards(value, valid, parts=dict(parts))

@@ -196,6 +196,7 @@ class Collector:
         self._under_way[ahead] = one
     one = self._under_way[step]
     groups, stats, reward = self._together('rollout', one)
+    self._check(groups, reward)
     for _ in range(c.refill):
       short = c.questions - self._useful(groups, reward, self._config)
       if not short:
@@ -207,6 +208,7 @@ class Collector:
       more, further, earned = self._together('rollout', one)
       groups, stats = groups + more, stats + further
       reward = rewards.join(reward, earned)
+      self._check(groups, reward)
     self._taken[step] = self._under_way.pop(step)
     return Played(groups, stats, reward)
 
@@ -221,7 +223,9 @@ class Collector:
     one, c = _Step({}), greedy(self._config)
     questions = one.share([group[0].question for group in groups], c.group)
     one.future = self._signals.start(self._play(self._step, one, questions, c))
-    return self._together('greedy', one).reward
+    played = self._together('greedy', one)
+    self._check(played.groups, played.reward)
+    return played.reward
 
   def give_back(self, usable: bool) -> list[Trajectory]:
     """Cancels all that runs; returns what had ended of the last step.
@@ -289,7 +293,14 @@ class Collector:
     self, groups: Sequence[Group], step: int
   ) -> Rewards:
     """Rewards between the rounds of a sampler."""
-    return await rewards.combine(self._config.reward, groups, self._at(step))
+    terms, context = self._config.reward, self._at(step)
+    results = await rewards.of_groups(terms, groups, context)
+    return await rewards.of_step(terms, groups, [results], context)
+
+  def _check(self, groups: Sequence[Group], reward: Rewards) -> None:
+    """Of all processes, which all refuse the same step."""
+    context = self._at(self._step)
+    rewards.check_step(self._config.reward, groups, reward, context)
 
   def _at(self, step: int) -> rewards.RewardContext:
     return dataclasses.replace(self._context, step=step)

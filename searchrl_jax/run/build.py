@@ -86,7 +86,8 @@ def require_same_run(config: ConfigDict, questions=()) -> None:
     digest = hashlib.sha256(content.encode('utf-8', 'replace')).hexdigest()
     data = {'questions': len(questions), 'digest': digest[:16]}
     fields = writer.computed(config)
-    # A run may go on with others, but processes have to agree when to save.
+    # A run may go on with others, but its processes have to agree.
+    fields['mesh'] = config.mesh.to_dict()
     fields['checkpoint.every'] = config.checkpoint.every
     fields['checkpoint.background'] = config.checkpoint.background
     fields['rollout.mismatch_alarm'] = config.rollout.mismatch_alarm
@@ -111,6 +112,16 @@ def mesh(config: ConfigDict, devices=None):
   except (OSError, RuntimeError) as e:
     logging.warning('compiled programs are not kept: %s', e)
   return sharding.make_mesh(**config.mesh.to_dict(), devices=devices)
+
+
+def any_mesh(config: ConfigDict):
+  """The `mesh` of a run that is read where its own may not fit: if it does not,
+  config.mesh becomes one of all devices."""
+  try:
+    return mesh(config)
+  except lookup.ConfigError:
+    config.mesh.update(data=1, fsdp=-1, tensor=1)
+    return mesh(config)
 
 
 def tokenizer(config: ConfigDict, workdir: str) -> tokenizers.Tokenizer:

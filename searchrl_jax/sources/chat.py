@@ -11,7 +11,7 @@ policy, or any outside text, into a message with `payload` only.
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 import contextlib
 import json
 import os
@@ -97,6 +97,30 @@ class ChatError(RuntimeError):
   def __init__(self, kind: str, message: str):
     super().__init__(message)
     self.kind = kind
+
+
+async def blamed(
+  replies: Mapping[Any, Any], plain: Callable[[], Awaitable[Any]]
+) -> dict[Any, Any]:
+  """The replies, in which a service that failed is told from a bad request.
+
+  Where some are 'unusable', and a plain request is refused too, these errors
+  are of the service: of another kind.
+
+  Args:
+    replies: by any key; a value is a reply or a ChatError.
+    plain: sends the plain request; gives a reply or a ChatError.
+  """
+  unusable = [
+    key
+    for key, reply in replies.items()
+    if isinstance(reply, ChatError) and reply.kind == 'unusable'
+  ]
+  refused = await plain() if unusable else None
+  if not isinstance(refused, ChatError):
+    return dict(replies)
+  error = ChatError('rejected', f'a plain request is refused too: {refused}')
+  return {**replies, **dict.fromkeys(unusable, error)}
 
 
 class Chat:

@@ -32,7 +32,11 @@ from searchrl_jax.types import SearchRequest as Request
 SIMULATED = 'simulated'  # config.source.module
 SLOTS = ('question', 'answers', 'query', 'k')
 _WHERE = 'config.source.simulator'
-_TEST = types.Question('check', 'What is the capital of France?', ('Paris',))
+_PLAIN = Request(
+  'capital France',
+  1,
+  types.Question('check', 'What is the capital of France?', ('Paris',)),
+)
 _log = logging.getLogger(__name__)
 
 
@@ -117,7 +121,7 @@ class SimulatedSource:
         name = (await self._chat.check())['model']
       except ChatError as e:
         raise SourceError(str(e)) from e
-      answer = await self._answer(Request('capital France', 1, _TEST))
+      answer = await self._answer(_PLAIN, plain=True)
       why = getattr(answer, 'message', f'correct {_WHERE}.document or prompts')
       if not getattr(answer, 'passages', ()):
         where = f'{_WHERE}.url={self._config.url!r}'
@@ -135,7 +139,8 @@ class SimulatedSource:
     elif self._writer.start:
       await self._writer.engine().shutdown()
 
-  async def _answer(self, request: Request) -> Answer:
+  async def _answer(self, request: Request, plain: bool = False) -> Answer:
+    """plain: asked to see whether the server answers at all."""
     begin, c, question = time.monotonic(), self._config, request.question
     kind = 'useful'
     if self._draw(request) < noise(c, request.step):
@@ -174,6 +179,11 @@ class SimulatedSource:
     message = f'{c.attempts} replies without a {_WHERE}.document, last: {last}'
     if last.kind != 'unusable':
       return types.SearchError(request, last.kind, message)
+    if self._chat and not plain:  # has the server failed, or is it the query?
+      answer = await self._answer(_PLAIN, plain=True)
+      if not getattr(answer, 'passages', ()):
+        message += '; a plain query has no document either'
+        return types.SearchError(request, 'rejected', message)
     _log.debug('%r: %s', request.query, message)
     return types.SearchResult(request, (), time.monotonic() - begin)
 

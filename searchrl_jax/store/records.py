@@ -53,7 +53,7 @@ ENVIRONMENT = 'environment.json'
 EVAL = 'eval.json'  # scores and costs of an evaluation
 # Folders of trajectories: of training, evaluations and controls.
 PARTS = ('trajectories eval sampled shuffled random empty no_search').split()
-_STEP = re.compile(r'step_(\d{8})(_\w+)?\.parquet')
+_STEP = re.compile(r'step_(-?\d{7,8})(_\w+)?\.parquet')
 UNREADABLE = (
   'it was cut off, or another version wrote it; environment.json names the '
   'commit that reads it'
@@ -194,10 +194,15 @@ def step_file(folder: pathlib.Path, step: int, part: str = '') -> pathlib.Path:
 
 
 def drop_steps(folder: pathlib.Path, step: int) -> None:
-  """Removes trajectory files of steps >= `step`, and partial ones, in PARTS."""
+  """Removes trajectory files of steps >= `step`, and partial ones, in PARTS.
+
+  Those of -1, from before the first step, go with those of 0.
+  """
   for path in (path for name in PARTS for path in (folder / name).glob('*')):
     found = _STEP.fullmatch(path.name)
-    if path.name.startswith('.step_') or found and int(found[1]) >= step:
+    if (
+      path.name.startswith('.step_') or found and int(found[1]) >= (step or -1)
+    ):
       path.unlink()
 
 

@@ -28,7 +28,7 @@ _READ = 'read'  # below it: the copies of commands that only read a run
 _MARK = '.location'  # file in the local folder of a run: the location
 # Weights and checkpoints, which are read and written elsewhere.
 _APART = re.compile(r'(^|/)(\d{8}|published)[./]')
-_STEP = re.compile(r'(^|/)step_\d{8}[^/]*\.parquet$')
+_STEP = re.compile(r'(^|/)step_-?\d{7,8}[^/]*\.parquet$')
 _OWNER = re.compile(r'(?:(?:^|/)process_|_p)(\d{3})(?:/|\.parquet$)')
 # Run folder -> name -> size and time of the file when it was last the same.
 _same: dict[pathlib.Path, dict[str, tuple[int, int]]] = {}

@@ -59,6 +59,12 @@ MAY_DIFFER = (
   'log', 'source.url', 'source.simulator.url', 'data.dir', 'train.seconds',
   'checkpoint.every', 'checkpoint.keep', 'checkpoint.background',
   'rollout.mismatch_alarm', 'rollout.max_failed', 'judge.max_failed',
+  'engine.canary_tolerance',
+  # Devices, and how long and often a service is asked.
+  'mesh', 'rollout.concurrency', 'rollout.search_attempts', 'source.servers',
+  'source.timeout', 'source.deadline', 'source.attempts', 'source.batch_ms',
+  'source.simulator.timeout', 'source.simulator.concurrency',
+  'judge.url', 'judge.timeout', 'judge.attempts', 'judge.concurrency',
   # Where the engine's servers run, not what they compute.
   'engine.url', 'engine.venv', 'engine.device', 'engine.gpu_memory',
   'engine.host_gib', 'engine.kv_cache_gib', 'engine.start_seconds',

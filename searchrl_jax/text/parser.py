@@ -212,7 +212,7 @@ def blocks(
         text = text.partition(opening)[2]
         before, closed, _ = text.rpartition(closing)
         text = before if closed else text  # unclosed with cut='tokens'
-      if text.strip():
+      if text.strip() or segment.kind != OUTSIDE:
         block = (segment.kind, text, True)
         out.append(make_block(block, segment.author, max(turn, 0)))
   return tuple(out)

@@ -929,6 +929,15 @@ def test_no_nan_of_old_weights_is_left_in_the_caches():
   assert found.ids.tolist() == want.ids.tolist()
 
 
+def test_logps_that_are_not_finite_are_refused():
+  engine = make_engine()
+  asyncio.run(
+    load(engine, jax.tree.map(lambda x: x * np.nan, make_params()), 1)
+  )
+  with pytest.raises(EngineError, match='config.engine.dtype'):
+    asyncio.run(once(engine, [1, 2, 3], Sampling(max_tokens=4)))
+
+
 def test_a_device_failure_reaches_every_caller(monkeypatch):
   engine = make_engine()
 

@@ -9,8 +9,8 @@ import pytest
 from searchrl_jax.evaluate import compare, files, grading
 from searchrl_jax.rewards import scores as metrics
 from tests import test_commands
+from tests.evaluate.test_files import manifest
 from tests.evaluate.test_grading import sets
-from tests.evaluate.test_ledger import manifest
 
 
 def command(*args, **kw):
@@ -51,6 +51,16 @@ def test_figures_of_a_pair():
     1.0,
   )
   assert slices['hops=2']['difference'] == 0.0
+
+
+def test_equal_samples_in_another_order_are_a_tie():
+  """0.3 + 0.2 + 0.1 is not 0.1 + 0.2 + 0.3 in floating point."""
+  a, b = (
+    [dataclasses.replace(rows([v])[0], sample=n) for n, v in enumerate(values)]
+    for values in ([0.3, 0.2, 0.1], [0.1, 0.2, 0.3])
+  )
+  whole = found(a, b)['all']
+  assert (whole['wins'], whole['losses'], whole['ties']) == (0, 0, 1)
 
 
 def test_a_pair_turned_round_is_its_mirror():

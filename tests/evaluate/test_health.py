@@ -106,6 +106,20 @@ def test_likelihood_of_right_and_of_wrong_trajectories(labelled):
     assert not any('logp' in name for name in health.signs([(a, b)], ENV))
 
 
+def test_likelihood_goes_by_what_makes_answers_equal():
+  half = run_script(
+    ('<answer>1/2</answer>',),
+    env=ENV,
+    question=Question('q', 'What?', ('0.5',)),
+  )
+  for match, name in (
+    ('text', 'wrong'),
+    ('experiments.ttrl.mathematics.equal', 'right'),
+  ):
+    found = health.signs([(half,)], ENV, match=match)
+    assert {k for k in found if 'logp' in k} == {f'health/logp_{name}'}
+
+
 def test_repetition():
   def of(*turns):
     trajectory = run_script(turns, env=ENV, question=question())

@@ -178,7 +178,7 @@ async def checked(groups, context):
   return core.per_trajectory(groups, lambda t: 1.0)
 
 
-def _few(groups, rewards, context):
+def _few(groups, rewards, context, fields):
   assert context.step == 3 and len(rewards.value) == len(core.flat(groups))
   if len(groups) > 2:
     raise ZeroDivisionError
@@ -193,7 +193,9 @@ def of_parts(config, groups):
   async def main():
     config_, context = ConfigDict(config), core.RewardContext(step=3)
     parts = [await core.of_groups(config_, [g], context) for g in groups]
-    return await core.of_step(config_, groups, parts, context)
+    reward = await core.of_step(config_, groups, parts, context)
+    core.check_step(config_, groups, reward, context)
+    return reward
 
   return asyncio.run(main())
 

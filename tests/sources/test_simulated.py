@@ -210,24 +210,41 @@ def test_a_cut_reply_is_asked_for_again_whoever_writes():
   assert nothing(found)
 
 
-@pytest.mark.parametrize(
-  'said, finish',
-  [
-    ('Doc a: x', 'length'),
-    ('Doc a: x', 'content_filter'),
-    ('', 'stop'),
-    (400, ''),
-    (413, ''),
-    (422, ''),
-    (b'{"choices": []}', ''),
-    ('I will not write about that.', 'stop'),
-  ],
+_CUT = (
+  b'{"choices": [{"finish_reason": "%s", "message": {"content": "Doc a: x"}}]}'
 )
-def test_what_a_query_provokes_of_a_server_is_an_empty_result(said, finish):
+_REFUSED = (
+  _CUT % b'length',
+  _CUT % b'content_filter',
+  '',
+  400,
+  413,
+  422,
+  b'{"choices": []}',
+  'I will not write about that.',
+)
+
+
+@pytest.mark.parametrize('said', _REFUSED)
+def test_a_server_that_refuses_every_query_has_failed(said):
+  with chat_server.serve(lambda body: said) as chats:
+    made = simulated.make(
+      config(url=chats.url, attempts=1, chat=True), seed=0, writer=None
+    )
+    (found,) = ask(made, request('tree'))
+  assert isinstance(found, SearchError) and found.kind == 'rejected'
+
+
+@pytest.mark.parametrize('said', _REFUSED)
+def test_what_a_query_provokes_of_a_server_is_an_empty_result(said):
   """And what fails the same server is an error."""
-  script = lambda body: said if 'bomb' in str(body) else 503
+
+  def script(body):
+    if 'bomb' in str(body):
+      return said
+    return 503 if 'tree' in str(body) else 'Doc a: it works'
+
   with chat_server.serve(script) as chats:
-    chats.finish = finish
     made = simulated.make(
       config(url=chats.url, attempts=1, chat=True), seed=0, writer=None
     )

@@ -351,6 +351,38 @@ def test_a_folder_of_another_config(tmp_path):
   assert kept['optim']['lr'] == 1e-6
 
 
+@pytest.mark.parametrize(
+  'field, value',
+  [
+    ('engine.canary_tolerance', 0.1),
+    ('source.timeout', 99.0),
+    ('source.attempts', 9),
+    ('rollout.search_attempts', 9),
+    ('judge.url', 'http://elsewhere'),
+    ('mesh.data', 1),
+  ],
+)
+def test_what_a_message_says_to_change_may_be_changed(field, value, tmp_path):
+  with open_writer(tmp_path) as w:
+    w.write(0, {'loss': 1.0})
+  other = config()
+  other.update_from_flattened_dict({field: value})
+  with open_writer(tmp_path, other, step=1) as w:
+    w.write(1, {'loss': 1.0})
+
+
+def test_files_of_before_the_first_step_go_with_those_of_the_first(tmp_path):
+  for step in (-1, 0, 1):
+    path = records.step_file(tmp_path / 'eval', step, 'p002')
+    path.parent.mkdir(exist_ok=True)
+    path.touch()
+  left = lambda: sorted(p.name for p in (tmp_path / 'eval').iterdir())
+  records.drop_steps(tmp_path, 1)
+  assert left() == ['step_-0000001_p002.parquet', 'step_00000000_p002.parquet']
+  records.drop_steps(tmp_path, 0)
+  assert left() == []
+
+
 def test_a_run_of_an_earlier_version_goes_on(tmp_path):
   with open_writer(tmp_path) as w:
     w.write(0, {'loss': 1.0})

@@ -121,8 +121,15 @@ class JaxEngine(core.Engine):
     self._enqueue(request)
     try:
       await request.future
+      done = request.completion()
+      core.require(
+        np.isfinite(done.logps).all(),
+        'a log-prob of a sampled token is not finite: the activations '
+        f'overflow in config.engine.dtype={self.dtype!r}; use float32 or '
+        'bfloat16',
+      )
       handle.ids += request.ids
-      return request.completion()
+      return done
     finally:
       handle.busy = False
       self._waiting = [r for r in self._waiting if r is not request]
