@@ -166,8 +166,7 @@ def build_indexes(
     if name in indexes:
       if kind == 'bm25':
         what = 'its bm25 was built otherwise'
-        stated = {'analyzer': bm25_lib.WORDS} | indexes[name]
-        folders.require_same_parts(folder.path, what, '', stated, bm25)
+        folders.require_same_parts(folder.path, what, '', indexes[name], bm25)
       continue
     _say(f'builds {name}')
     # Before the import of a library, so that its errors come first.

@@ -194,7 +194,7 @@ def test_help_helps():
     (['--config.optim.lrr=1'], 'Did you mean "lr"'),
     (['--config.optm.lr=1'], 'Did you mean "optim"'),
     (['--config.optim.lr=fast'], 'fast'),
-    (['--config.critic.alone=1'], 'config.critic.pretrain_steps'),
+    (['--config.models.lora.rank=1'], 'config.model.lora'),
     (['--config.rollout.group=1'], 'rollout.group'),
     (
       ['--config.model.path=/nowhere', '--config.model.tokenizer='],

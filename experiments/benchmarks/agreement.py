@@ -26,7 +26,7 @@ from experiments.benchmarks import engines, harness, models
 from searchrl_jax import schema as config_lib
 from searchrl_jax.devices.signals import Loop
 from searchrl_jax.engines.core import Sampling
-from searchrl_jax.engines.jax import sampler
+from searchrl_jax.engines.jax import engine as in_process
 from searchrl_jax.engines.vllm import client
 from searchrl_jax.models import decoder, pretrained
 from searchrl_jax.types import Prompt
@@ -115,7 +115,7 @@ def measure(dtype: str) -> list[dict]:
     engines.make_tokenizer(folder / 'tokenizer')
     both = {
       name: engines.start(loop, module, cfg, params, config, folder / name)
-      for name, module in (('jax', sampler), ('vllm', client))
+      for name, module in (('jax', in_process), ('vllm', client))
     }
     if dtype == 'float32':
       greedy = {

@@ -32,6 +32,7 @@ from experiments.benchmarks import harness, models, multiturn
 from experiments.benchmarks.sampler import PROMPT, ROWS, Ids, batch
 from searchrl_jax import schema as config_lib
 from searchrl_jax.devices.signals import Loop
+from searchrl_jax.engines.jax import engine as in_process
 from searchrl_jax.engines.vllm import client
 from searchrl_jax.engines.weights import sync
 from searchrl_jax.models import decoder
@@ -141,7 +142,7 @@ def measure(size: str) -> list[dict]:
     folder = pathlib.Path(name)
     make_tokenizer(folder / 'tokenizer')
     for side, module, count in (
-      ('jax', jax, 1),
+      ('jax', in_process, 1),
       ('vllm_1', client, 1),
       ('vllm_2', client, 2),
     ):

@@ -26,6 +26,7 @@ from retrieval import process
 from searchrl_jax import train
 from searchrl_jax.learn import objectives, optim, update
 from searchrl_jax.models import parameters
+from searchrl_jax.rollout import collector
 from searchrl_jax.run import build
 from searchrl_jax.store import checkpoint, records
 from searchrl_jax.worlds import microworld
@@ -44,7 +45,7 @@ def doomed(place: str, folder: str, url: str) -> None:
     owner, name, nth, delay = {
       'update': (update.Updater, 'step', 3, 0.001),
       'save': (checkpoint.Checkpointer, 'save', 2, 0.01),
-      'rollout': (train, 'rollout', 3, 0.005),
+      'rollout': (collector, 'rollout', 3, 0.005),
     }[place]
     real, calls = getattr(owner, name), itertools.count(1)
 

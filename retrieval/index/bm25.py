@@ -61,7 +61,7 @@ _BLOCK = 1 << 16  # passages counted at once, about 300 MB
 _WORDS = 1 << 20  # words whose terms are cached, at most 150 MB
 _CACHED, _LONG = 1 << 16, 40  # cached words of queries; the longest of them
 _LEAST = np.nextafter(np.float32(0), np.float32(1))  # score above 0
-_FORMAT = 1
+_FORMAT = 2
 _AUTO = 'auto'  # of --analyzer: as the passages need it
 # The arrays of an index with N scores of T terms.
 _ARRAYS = {

@@ -118,7 +118,7 @@ class Engine(Protocol):
   time.
 
   `sync` loads other weights and leaves the engine held: running generate calls
-  pause, and continue within the same call after `resume`; probes and `score`
+  pause, and continue within the same call after `resume`; probes and `logps`
   are served meanwhile, so that the weights can be verified before other tokens
   are sampled with them.
 

@@ -10,6 +10,7 @@ import collections
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import logging
 import math
@@ -277,7 +278,8 @@ class Evaluator:
     if self.judge is not None:
       judged = np.array([row.judged for row in rows])
       flat = [t for group in groups for t in group]
-      self.judge.require(flat, ~np.isnan(judged))
+      check = functools.partial(self.judge.require, flat, ~np.isnan(judged))
+      cluster.agree(f'{self.name} judge', check)
     if self.writer is not None:
       self.writer.trajectories(step, groups, name=self.name)
       path = self.writer.folder / f'{self.name}_ids.json'

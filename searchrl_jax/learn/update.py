@@ -320,7 +320,7 @@ class Updater:
     return np.asarray(program(*args))
 
   def outputs(self, params, minibatches) -> list[list[np.ndarray]]:
-    """`score` of every microbatch of some minibatches."""
+    """`output` of every microbatch of some minibatches."""
     return [[self.output(params, b) for b in mini] for mini in minibatches]
 
   def grads(

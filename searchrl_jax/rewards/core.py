@@ -9,11 +9,12 @@ them at its start.
 It is called with each group as soon as the last trajectory of the group has
 ended, while others of the step are played, so the reward of a trajectory must
 depend on its group alone, and the names of `parts` must be the same for all
-groups. Set `fn.needs_step = True`, or a function of the fields, if it compares
-groups, or takes the weights of the step: it is called once, with all groups of
-this process, when the step is about to be trained on. Set `fn.check_step = f`
-for f(groups, reward, context, fields), which is called with all groups of all
-processes and what the function gave them, and may raise.
+groups. It shares the event loop with the rollouts: what blocks for long goes to
+`asyncio.to_thread`. Set `fn.needs_step = True`, or a function of the fields, if
+it compares groups, or takes the weights of the step: it is called once, with
+all groups of this process, when the step is about to be trained on. Set
+`fn.check_step = f` for f(groups, reward, context, fields), which is called with
+all groups of all processes and what the function gave them, and may raise.
 
   config.reward.em = dict(fn='answer.em', weight=1.0)
   config.reward.format = dict(fn='answer.format_valid', weight=0.2)

@@ -126,6 +126,7 @@ class Collector:
     self._step = 0  # the one that was asked for
     self._under_way: dict[int, _Step] = {}
     self._taken: dict[int, _Step] = {}  # the last one
+    self._greedy = _Step({})  # its `baseline`
     self._saved: dict[int, list[Trajectory]] = {}
     self._running = 0
     self._idle, self._idle_since = 0.0, time.monotonic()
@@ -221,6 +222,7 @@ class Collector:
       as `take`.
     """
     one, c = _Step({}), greedy(self._config)
+    self._greedy = one
     questions = one.share([group[0].question for group in groups], c.group)
     one.future = self._signals.start(self._play(self._step, one, questions, c))
     played = self._together('greedy', one)
@@ -236,7 +238,8 @@ class Collector:
     self._under_way |= self._taken
     ended = []
     if self._step in self._under_way:  # else its questions could not be read
-      ended = self._under_way[self._step].ended.all()
+      one = self._under_way[self._step]
+      ended = [t for t in one.ended.all() if t.question.id in one.asked]
     if not usable:
       for one in self._under_way.values():
         one.ended = Ended()
@@ -246,6 +249,7 @@ class Collector:
     """Cancels all running rollouts, then the rewards that these started."""
     steps = [*self._under_way.values()]
     self._signals.cancel(*(one.future for one in steps))
+    steps.append(self._greedy)
     self._signals.cancel(*(x for one in steps for x in one.rewards.values()))
 
   def idle_seconds(self) -> float:
@@ -298,9 +302,12 @@ class Collector:
     return await rewards.of_step(terms, groups, [results], context)
 
   def _check(self, groups: Sequence[Group], reward: Rewards) -> None:
-    """Of all processes, which all refuse the same step."""
-    context = self._at(self._step)
-    rewards.check_step(self._config.reward, groups, reward, context)
+    """Lets the functions refuse a step, of all processes."""
+    terms, context = self._config.reward, self._at(self._step)
+    check = functools.partial(
+      rewards.check_step, terms, groups, reward, context
+    )
+    cluster.agree('rewards', check)
 
   def _at(self, step: int) -> rewards.RewardContext:
     return dataclasses.replace(self._context, step=step)

@@ -88,6 +88,8 @@ def require_same_run(config: ConfigDict, questions=()) -> None:
     fields = writer.computed(config)
     # A run may go on with others, but its processes have to agree.
     fields['mesh'] = config.mesh.to_dict()
+    fields['source.servers'] = config.source.servers
+    fields['judge'] = bool(config.judge.url)
     fields['checkpoint.every'] = config.checkpoint.every
     fields['checkpoint.background'] = config.checkpoint.background
     fields['rollout.mismatch_alarm'] = config.rollout.mismatch_alarm

@@ -209,7 +209,9 @@ def blocks(
         continue
       if segment.kind != OUTSIDE:
         opening, closing = (t.encode() for t in template.tags[segment.kind])
-        text = text.partition(opening)[2]
+        _, opened, text = text.partition(opening)
+        if not opened:  # cut='tokens' left no room for it
+          continue
         before, closed, _ = text.rpartition(closing)
         text = before if closed else text  # unclosed with cut='tokens'
       if text.strip() or segment.kind != OUTSIDE:

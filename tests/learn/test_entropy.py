@@ -1,4 +1,4 @@
-"""The scorer against a plain softmax over full logits."""
+"""Entropies against a plain softmax over full logits."""
 
 import functools
 

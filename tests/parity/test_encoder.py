@@ -52,7 +52,7 @@ def test_generated_reranker(tmp_path):
   folder = encoders.write(tmp_path, encoders.RERANKER)
   ours = CrossEncoder(folder, length=encoders.PAIR_LENGTH)
   want = make_encoders.logits(folder, encoders.PAIRS, encoders.PAIR_LENGTH)
-  assert np.abs(ours.logps(encoders.PAIRS) - want).max() <= TOLERANCE
+  assert np.abs(ours.score(encoders.PAIRS) - want).max() <= TOLERANCE
 
 
 def test_golden_values_are_current(tmp_path):

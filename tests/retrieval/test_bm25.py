@@ -557,7 +557,7 @@ def test_what_is_no_index_is_refused(saved):
   about = folder / 'bm25.json'
   record = json.loads(about.read_text())
   for change, said in (
-    ({'format': 2}, 'format 2'),
+    ({'format': 1}, 'format 1'),
     ({'lengths': record['lengths'] | {'rows': 3}}, 'rows.npy'),
     ({'parameters': {'k2': 1}}, 'damaged'),
     ({'lengths': {}}, 'damaged'),

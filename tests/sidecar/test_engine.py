@@ -348,7 +348,7 @@ def test_both_engines_give_the_same_log_probs(engine, served):
 
   async def scored(which, done):
     return await asyncio.gather(
-      *[which.score([*start.ids, *d.ids.tolist()]) for d in done]
+      *[which.logps([*start.ids, *d.ids.tolist()]) for d in done]
     )
 
   done = asyncio.run(sampled())

@@ -143,7 +143,7 @@ class JaxEngine(core.Engine):
     A full forward pass at temperature 1, without any cache. Calls that wait
     share one, which does not show in their results.
     """
-    ids = self._check_ids(ids, 0, 'score')
+    ids = self._check_ids(ids, 0, 'logps')
     if not ids:
       return np.zeros(0, np.float32)
     call = _Score(ids)
@@ -388,7 +388,7 @@ class JaxEngine(core.Engine):
 
 @dataclasses.dataclass(eq=False)
 class _Score:
-  """A call of `score` that waits."""
+  """A call of `logps` that waits."""
 
   ids: list[int]
   logps: np.ndarray | None = None

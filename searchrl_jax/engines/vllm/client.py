@@ -170,7 +170,7 @@ class VllmEngine(core.Engine):
     Raises:
       EngineError, SyncError: as `generate`.
     """
-    ids = self._check_ids(ids, 0, 'score')
+    ids = self._check_ids(ids, 0, 'logps')
     if len(ids) < 2:
       return np.zeros(len(ids), np.float32)
     self._enter()

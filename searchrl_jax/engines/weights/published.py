@@ -20,7 +20,7 @@ import tensorstore as ts
 from searchrl_jax import lookup
 from searchrl_jax.models import families, hf_config, hf_tensors
 
-FORMAT = 3  # of a publication: its metadata, and how tensors are stored
+FORMAT = 4  # of a publication: its metadata, and how tensors are stored
 PREFIX = 'state'  # of the names of stores
 
 
