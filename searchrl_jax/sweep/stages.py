@@ -116,8 +116,9 @@ def done(sweep: Sweep, stage: str, workdir: pathlib.Path) -> bool:
         f'{folder} was run with another config: {field} was {old!r} and is '
         f'{new!r} now; remove that folder, or set another --workdir'
       )
-  named = contents(sweep, stage, workdir)
-  lookup.require_contents(folder, about['contents'], named)
+  made = about['contents']  # {} of a config that names nothing
+  named = contents(sweep, stage, workdir) if made else {}
+  lookup.require_contents(folder, made, named)
   return isinstance(one, Start) or all(
     (folder / variant / 'values.json').exists() for variant in one.evaluations
   )

@@ -433,7 +433,7 @@ def test_the_cause_is_found_in_the_log_of_vllm(tmp_path):
   assert host.cause(log, 0) == '  a\n  b'
 
 
-@pytest.mark.parametrize('name', ['launcher', 'host', 'group'])
+@pytest.mark.parametrize('name', ['launcher', 'host', 'process_tree'])
 def test_the_launcher_runs_without_jax(name):
   code = (
     f'import sys, searchrl_jax.engines.vllm.{name}; '

@@ -161,12 +161,16 @@ def test_what_was_done_with_another_config_is_refused_by_field(tmp_path):
   assert not stages.done(row, stage, tmp_path)
   config = records.plain(stages.config_of(row, stage, tmp_path))
   del config['rollout']['refill']  # a field of the schema that came later
-  records.write_json(tmp_path / stage / 'done.json', {'config': config})
+  records.write_json(
+    tmp_path / stage / 'done.json', {'config': config, 'contents': {}}
+  )
   assert not stages.done(row, stage, tmp_path)  # its evaluation is missing
   records.write_json(tmp_path / stage / 'after' / 'values.json', {})
   assert stages.done(row, stage, tmp_path)
   config['optim']['lr'], config['source']['url'] = 7.0, 'http://elsewhere'
-  records.write_json(tmp_path / stage / 'done.json', {'config': config})
+  records.write_json(
+    tmp_path / stage / 'done.json', {'config': config, 'contents': {}}
+  )
   with pytest.raises(ConfigError, match='optim.lr .*7.0.*0.0003'):
     stages.done(row, stage, tmp_path)
 
@@ -209,7 +213,9 @@ def test_a_warm_start_stays_when_only_what_comes_after_it_changes(tmp_path):
   for stage in ('warm/warm/0', 'arms/a/0'):
     config = records.plain(stages.config_of(row, stage, tmp_path))
     config['train']['steps'] += 1
-    records.write_json(tmp_path / stage / 'done.json', {'config': config})
+    records.write_json(
+      tmp_path / stage / 'done.json', {'config': config, 'contents': {}}
+    )
   assert stages.done(row, 'warm/warm/0', tmp_path)
   with pytest.raises(ConfigError, match='train.steps'):
     stages.done(row, 'arms/a/0', tmp_path)
@@ -229,19 +235,19 @@ def test_an_arm_of_another_start_is_not_done(tmp_path):
   records.write_json(stage / 'after' / 'values.json', {})
   # The table's folder may have moved since.
   config['train']['init'] = '/elsewhere/warm/warm/0/run'
-  records.write_json(stage / 'done.json', {'config': config})
+  records.write_json(stage / 'done.json', {'config': config, 'contents': {}})
   assert stages.done(row, 'arms/a/1', tmp_path)
   config['train']['init'] = str(tmp_path / 'warm/warm/1/run')
-  records.write_json(stage / 'done.json', {'config': config})
+  records.write_json(stage / 'done.json', {'config': config, 'contents': {}})
   with pytest.raises(ConfigError, match='train.init .*warm/1/run'):
     stages.done(row, 'arms/a/1', tmp_path)
   # Nor is a start told that no arm goes on from.
   for seed in '01':
     folder = tmp_path / 'warm/warm' / seed
-    records.write_json(folder / 'done.json', {'commit': seed})
+    records.write_json(folder / 'done.json', {'commit': seed, 'code': 'c'})
     records.write_json(folder / 'seconds.json', {})
   assert figures.starts(row, tmp_path) == {
-    'warm': {'0': {'seconds': {}, 'commit': '0'}}
+    'warm': {'0': {'seconds': {}, 'commit': '0', 'code': 'c'}}
   }
 
 

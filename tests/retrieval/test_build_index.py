@@ -135,6 +135,7 @@ def test_rows_are_the_passages(source, tmp_path):
         'b': 0.75,
         'stemmer': 'english',
         'stop_words': 'english',
+        'analyzer': 'words',
       },
     },
   }

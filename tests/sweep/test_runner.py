@@ -158,7 +158,9 @@ def test_slurm_gets_warm_starts_first(tmp_path, monkeypatch):
   (tmp_path / 'sbatch').chmod(0o755)
   monkeypatch.setenv('PATH', f'{tmp_path}:/usr/bin:/bin')
   plain = records.plain(stages.config_of(made, 'warm/warm/1', tmp_path))
-  records.write_json(tmp_path / 'warm/warm/1/done.json', {'config': plain})
+  records.write_json(
+    tmp_path / 'warm/warm/1/done.json', {'config': plain, 'contents': {}}
+  )
   jobs = sweep.submit(SPEC, made, planned, tmp_path, ['--time=5'])
   assert jobs == ['101', '102']
   first, second = (tmp_path / 'asked').read_text().splitlines()
@@ -212,7 +214,9 @@ def test_the_table_tells_how_far_each_stage_is(tmp_path):
   )
   planned = [*core.plan(made, made.arms), *core.plan(made, made.arms, (5,))]
   plain = records.plain(stages.config_of(made, 'warm/warm/0', tmp_path))
-  records.write_json(tmp_path / 'warm/warm/0/done.json', {'config': plain})
+  records.write_json(
+    tmp_path / 'warm/warm/0/done.json', {'config': plain, 'contents': {}}
+  )
   board = sweep.Board(made, planned, tmp_path)
   assert board.left == planned[1:]
   text = '\n'.join(f'{{"step": {n}, "eval/em": 0.5}}' for n in range(-1, 2))

@@ -32,7 +32,10 @@ def complete(made, workdir, stage, before, after):
   """What a run leaves whose EM went from `before` to `after` in two steps."""
   folder = workdir / stage
   plain = records.plain(stages.config_of(made, stage, workdir))
-  records.write_json(folder / 'done.json', {'config': plain, 'commit': 'c'})
+  records.write_json(
+    folder / 'done.json',
+    {'config': plain, 'contents': {}, 'commit': 'c', 'code': 'd'},
+  )
   records.write_json(folder / 'seconds.json', {'train': 1.0})
   records.write_json(folder / 'after/values.json', {'eval/em': after, 'x': 1})
   steps = [

@@ -136,7 +136,7 @@ async def sent(url, texts, path):
 
 def test_a_server_reads_no_control_token_of_a_policy(hf, tmp_path):
   texts = [('who?', 'Ann', 'it is'), *attacks(hf)]
-  with chat_server.serve(lambda body: 'x') as chats:
+  with chat_server.serve(lambda body: 'Doc 1 (a): x') as chats:
     asyncio.run(sent(chats.url, texts, tmp_path / 'readings'))
   asked = [body['messages'] for body in chats.asked]
   assert len(asked) == 3 * len(texts)
