@@ -144,7 +144,7 @@ test-notebooks: setup-notebooks
 	.venv-notebooks/bin/python -m pytest -m notebook -k '$(ONLY)' --durations=0 tests/notebooks
 
 test-sidecar: setup sidecar
-	$(PY) -m pytest -m sidecar
+	$(PY) -m pytest $(WORKERS) -m sidecar
 
 aot: .venv-aot/.ready
 
