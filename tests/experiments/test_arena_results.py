@@ -691,7 +691,9 @@ def test_a_folder_of_another_config_is_not_kept(tmp_path, steps, kept):
   config.train.steps = steps
   records.write_json(
     tmp_path / stage / 'done.json',
-    {'config': records.plain(config), 'contents': {}, 'commit': '0'},
+    records.plain(
+      {'config': config, 'contents': {}, 'commit': '0', 'code': 'c'}
+    ),
   )
   for name in ('after/values.json', 'seconds.json'):
     records.write_json(tmp_path / stage / name, {'train': 1.0})

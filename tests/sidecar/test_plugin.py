@@ -325,7 +325,7 @@ def refused(server, path, match):
 
 
 def test_a_version_that_is_not_there_is_refused(server):
-  refused(server, server.publisher.path(99), 'no complete publication.*00000013')
+  refused(server, server.publisher.path(99), 'no complete.*00000013')
 
 
 def test_half_a_version_is_refused(server, tmp_path):
