@@ -251,7 +251,9 @@ def step(config, env, tok, script, questions, writer, loop) -> dict:
     'health',
     lambda: {
       **stats.metrics(),
-      **health.signs(groups, env, batch.returns, reward.valid),
+      **health.signs(
+        groups, env, batch.returns, reward.valid, match=config.eval.match
+      ),
       **collector.staleness(groups, 0, 0),
     },
   )

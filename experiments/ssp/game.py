@@ -313,12 +313,12 @@ def mean_of(reward: Rewards) -> float:
 
 
 def solved(
-  groups: Sequence[Group],
-  reward: Rewards | None,
-  env: SearchEnv,
-  match: str = 'text',
+  groups: Sequence[Group], reward: Rewards | None, env: SearchEnv, match: str
 ) -> dict[str, float]:
-  """Rewards and signs of collapse of the solver, without dummy questions."""
+  """Rewards and signs of collapse of the solver, without dummy questions.
+
+  match: config.eval.match.
+  """
   real = [g for g in groups if g[0].question.source != DUMMY]
   out = health.signs(real, env, match=match)
   if not real:

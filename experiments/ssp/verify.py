@@ -19,7 +19,12 @@ from ml_collections import ConfigDict
 from experiments.ssp.game import FAILED, VERIFIER, Proposal
 from searchrl_jax.rewards import scores
 from searchrl_jax.rewards.judge import JudgeError
-from searchrl_jax.sources.chat import Chat, ChatError, blamed, payload
+from searchrl_jax.sources.chat import (
+  Chat,
+  ChatError,
+  payload,
+  separate_failures,
+)
 from searchrl_jax.store import records
 from searchrl_jax.text.env import SearchEnv
 from searchrl_jax.types import Question
@@ -157,7 +162,7 @@ class Reader:
     replies = dict(
       zip(new, await asyncio.gather(*map(self._ask, new.values())), strict=True)
     )
-    replies = await blamed(replies, lambda: self._ask(_PASSAGE))
+    replies = await separate_failures(replies, lambda: self._ask(_PASSAGE))
     replies = {
       name: None if getattr(reply, 'kind', '') == 'unusable' else reply
       for name, reply in replies.items()

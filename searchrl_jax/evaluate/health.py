@@ -22,7 +22,8 @@ def signs(
   env: SearchEnv,
   values=None,
   valid=None,
-  match: str = 'text',
+  *,
+  match: str,
 ) -> dict[str, float]:
   """Returns signs of collapse as 'health/NAME' (design 5.15).
 

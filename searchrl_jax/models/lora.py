@@ -15,7 +15,6 @@ import json
 import math
 import pathlib
 import re
-import tempfile
 from typing import Any
 
 import jax
@@ -27,6 +26,7 @@ import safetensors.numpy
 from searchrl_jax import lookup
 from searchrl_jax.models import decoder, hf_tensors
 from searchrl_jax.models.decoder import DecoderConfig, Lora
+from searchrl_jax.store import folders
 
 CONFIG = 'adapter_config.json'
 WEIGHTS = 'adapter_model.safetensors'
@@ -246,11 +246,7 @@ def save(
     'inference_mode': True,
   }
   texts = {CONFIG: json.dumps(fields, indent=2) + '\n', **(files or {})}
-  path.parent.mkdir(parents=True, exist_ok=True)
-  beside = dict(dir=path.parent, prefix=f'.{path.name}.')
-  with tempfile.TemporaryDirectory(**beside) as home:
-    part = pathlib.Path(home, path.name)
-    part.mkdir()
+  with folders.beside(path) as part:
     safetensors.numpy.save_file(host, part / WEIGHTS, {'format': 'pt'})
     for name, text in texts.items():
       (part / name).write_text(text, encoding='utf-8')

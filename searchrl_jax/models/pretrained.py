@@ -12,7 +12,6 @@ import math
 import os
 import pathlib
 import re
-import tempfile
 from typing import Any, NamedTuple
 
 import jax
@@ -24,6 +23,7 @@ import safetensors.numpy
 from searchrl_jax import lookup
 from searchrl_jax.devices import sharding
 from searchrl_jax.models import decoder, families, hf_config, hf_tensors, rotary
+from searchrl_jax.store import folders
 
 INDEX = 'model.safetensors.index.json'
 SINGLE = 'model.safetensors'
@@ -344,12 +344,8 @@ def write_folder(
   if path.exists():
     raise FileExistsError(f'{path} exists; remove it or choose another')
   text = json.dumps({**config, 'torch_dtype': dtype.name}, indent=2)
-  path.parent.mkdir(parents=True, exist_ok=True)
-  beside = dict(dir=path.parent, prefix=f'.{path.name}.')
   try:
-    with tempfile.TemporaryDirectory(**beside) as home:
-      part = pathlib.Path(home, path.name)
-      part.mkdir()
+    with folders.beside(path) as part:
       _write_tensors(part, table, read, dtype, max_shard_bytes)
       (part / 'config.json').write_text(f'{text}\n', encoding='utf-8')
       write(part)

@@ -24,8 +24,8 @@ from searchrl_jax.rewards.core import RewardContext, flat
 from searchrl_jax.sources.chat import (
   Chat,
   ChatError,
-  blamed,
   payload,
+  separate_failures,
   thinks,
   without_tags,
   without_thoughts,
@@ -91,7 +91,7 @@ class Judge:
     ]
     new = list(dict.fromkeys(i for i in items if i not in self._cache))
     replies = dict(zip(new, await asyncio.gather(*map(self._ask, new))))
-    replies = await blamed(replies, lambda: self._ask(_TEST))
+    replies = await separate_failures(replies, lambda: self._ask(_TEST))
     for reply in replies.values():
       if isinstance(reply, ChatError) and reply.kind != 'unusable':
         self._last = reply

@@ -99,13 +99,13 @@ class ChatError(RuntimeError):
     self.kind = kind
 
 
-async def blamed(
+async def separate_failures(
   replies: Mapping[Any, Any], plain: Callable[[], Awaitable[Any]]
 ) -> dict[Any, Any]:
-  """The replies, in which a service that failed is told from a bad request.
+  """Separates failures of the service from requests that it cannot use.
 
-  Where some are 'unusable', and a plain request is refused too, these errors
-  are of the service: of another kind.
+  If a plain request is refused too, 'unusable' replies become 'rejected' ones:
+  failures of the service.
 
   Args:
     replies: by any key; a value is a reply or a ChatError.

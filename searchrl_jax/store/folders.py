@@ -216,6 +216,20 @@ def _stable(value: Any) -> Any:
   return type(value).__name__
 
 
+@contextlib.contextmanager
+def beside(path: pathlib.Path) -> Iterator[pathlib.Path]:
+  """A new folder beside `path`, to be renamed to it when it is complete.
+
+  What was not renamed is removed at the end of the block.
+  """
+  path.parent.mkdir(parents=True, exist_ok=True)
+  place = dict(dir=path.parent, prefix=f'.{path.name}.')
+  with tempfile.TemporaryDirectory(**place) as home:
+    part = pathlib.Path(home, path.name)
+    part.mkdir()  # not private, as `home` is
+    yield part
+
+
 def make(folder: pathlib.Path, write: Callable[[pathlib.Path], Any]) -> None:
   """Makes a folder by write(folder), instead of what an earlier call made.
 
@@ -226,11 +240,7 @@ def make(folder: pathlib.Path, write: Callable[[pathlib.Path], Any]) -> None:
       has the folder that it is in; or the disk is full.
   """
   with explained(folder):
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    beside = dict(dir=folder.parent, prefix=f'.{folder.name}.')
-    with tempfile.TemporaryDirectory(**beside) as home:
-      part = pathlib.Path(home, folder.name)
-      part.mkdir()
+    with beside(folder) as part:
       write(part)
       same = lambda: folder.exists() and digest(folder) == digest(part)
       if same():
@@ -244,7 +254,7 @@ def make(folder: pathlib.Path, write: Callable[[pathlib.Path], Any]) -> None:
             f'{folder} is in the way: no run made it, or it was changed since. '
             'Move it to another place, or use another --workdir',
           )
-          folder.rename(pathlib.Path(home, 'old'))
+          folder.rename(part.with_name('old'))
         (part / MADE).write_text(json.dumps(_digests(part)))
         part.rename(folder)
 

@@ -32,7 +32,11 @@ def test_health():
     '<search>a</search>', source=FakeSource(fails=lambda q, attempt: True)
   )
   found = health.signs(
-    [(good, cut), (failed,)], ENV, [0.5, 0.5, 0.0], [True, True, False]
+    [(good, cut), (failed,)],
+    ENV,
+    [0.5, 0.5, 0.0],
+    [True, True, False],
+    match='text',
   )
   assert found['health/failed'] == 1
   assert found['health/searches'] == 0.5 and found['health/copied'] == 1.0
@@ -56,7 +60,7 @@ def test_zero_variance_looks_at_each_group_without_failed_ones():
   groups = [(a, a), (a, a), (a, a, bad), (a, bad)]
   values = [0, 1, 1, 1, 0, 0, 9, 1, 1]
   valid = [not t.failed for group in groups for t in group]
-  found = health.signs(groups, ENV, values, valid)
+  found = health.signs(groups, ENV, values, valid, match='text')
   # Groups: mixed, equal, equal but for the failed one, too small: 2 of 3.
   assert found['health/zero_variance'] == pytest.approx(2 / 3)
 
@@ -68,10 +72,12 @@ def test_searches_by_hops():
     return run_script(turns, env=ENV, question=asked)
 
   groups = [(one(1, 0), one(1, 1)), (one(2, 3), one(2, 2))]
-  found = health.signs(groups, ENV)
+  found = health.signs(groups, ENV, match='text')
   assert found['health/hops=1/searches'] == 0.5
   assert found['health/hops=2/searches'] == 2.5
-  assert 'health/hops=1/searches' not in health.signs(groups[:1], ENV)
+  assert 'health/hops=1/searches' not in health.signs(
+    groups[:1], ENV, match='text'
+  )
 
 
 @pytest.mark.parametrize('labelled', [True, False])
@@ -99,11 +105,13 @@ def test_likelihood_of_right_and_of_wrong_trajectories(labelled):
   a, b, c = one('Ann'), one('Bobby'), one('Cy')
   # Golden answers decide; without them, rewards do.
   values = np.float32([0, 5, 5] if labelled else [2, 0, 0])
-  found = health.signs([(a, b, c)], ENV, values, [True] * 3)
+  found = health.signs([(a, b, c)], ENV, values, [True] * 3, match='text')
   assert found['health/logp_right'] == pytest.approx(mean(a), rel=1e-6)
   assert found['health/logp_wrong'] == pytest.approx(mean(b, c), rel=1e-6)
   if not labelled:
-    assert not any('logp' in name for name in health.signs([(a, b)], ENV))
+    assert not any(
+      'logp' in name for name in health.signs([(a, b)], ENV, match='text')
+    )
 
 
 def test_likelihood_goes_by_what_makes_answers_equal():
@@ -205,7 +213,7 @@ def test_a_trajectory_is_parsed_once(monkeypatch):
   assert asyncio.run(
     answer.format_valid([(found,)], context, require_think=False)
   ).value == [1.0]
-  health.signs([(found,)], ENV)
+  health.signs([(found,)], ENV, match='text')
   assert ENV.blocks(found) == real(found.segments, ENV.template, ENV.tokenizer)
   assert len(calls) == 1
   # Another environment has other tags.

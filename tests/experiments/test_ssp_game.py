@@ -422,15 +422,18 @@ def test_dummies_are_in_no_metric_of_the_solver():
   groups[0] = (*groups[0], lost)
   value = np.array([1, 0.5, 0, -1, -1], np.float32)
   reward = Rewards(value, np.array([1, 1, 0, 1, 1], bool), parts={'em': value})
-  found = game.solved(groups, reward, one)
+  found = game.solved(groups, reward, one, 'text')
   assert found['reward'] == found['reward/em'] == 0.75
   alone = game.solved(
     groups[:1],
     Rewards(value[:3], reward.valid[:3], parts={'em': value[:3]}),
     one,
+    'text',
   )
   assert found == pytest.approx(alone, nan_ok=True)
-  none = game.solved(groups[1:], Rewards(value[3:], np.ones(2, bool)), one)
+  none = game.solved(
+    groups[1:], Rewards(value[3:], np.ones(2, bool)), one, 'text'
+  )
   assert 'reward' not in none
 
 

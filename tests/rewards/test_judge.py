@@ -41,10 +41,7 @@ def verdict(said):
 
 
 def by_answer(**said):
-  """A judge that says what it is told to say of each answer.
-
-  It can judge a plain one, `judge._TEST`.
-  """
+  """A judge's script: answer -> reply, and a verdict on `judge._TEST`."""
   said = {'two': verdict('correct')} | said
 
   def script(body):
