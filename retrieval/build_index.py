@@ -85,8 +85,7 @@ class Folder:
       if source is not None:
         _check_same(source, corpus, self.path)
     if self.manifest is None:
-      about = {'count': len(corpus), 'sha256': corpus.sha256}
-      about['source'] = source or str(store)
+      about = {**corpus.identity, 'source': source or str(store)}
       self.manifest = {'format': FORMAT, 'corpus': about}
       self.manifest |= {'vectors': None, 'indexes': {}}
     folders.check_corpus(self.path, self.manifest, corpus)
@@ -237,9 +236,8 @@ def _fill(f: flags.FlagValues, folder: Folder) -> None:
   if f.adopt:
     from retrieval.index.adopt import adopt
 
-    options = {'dtype': f.vectors, 'sample': f.sample}
     where = make_encoder, folder.path
-    stored, encoder = adopt(f.adopt, corpus, *where, **options)
+    stored, encoder = adopt(f.adopt, corpus, *where, f.vectors, f.sample)
     if stored.exact:
       encoded = vectors.open_vectors(folder.path)
       folder.add_vectors(encoded, encoder.parameters)
@@ -279,8 +277,7 @@ def define_flags() -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-  work = functools.partial(run, flags.FLAGS)
-  return files.run_command('retrieval.build_index', argv, work)
+  return files.run_command('retrieval.build_index', argv, run, flags.FLAGS)
 
 
 if __name__ == '__main__':

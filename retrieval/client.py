@@ -138,8 +138,7 @@ class RetrievalClient:
     """
     urls = url.split(',') if isinstance(url, str) else url or ['']
     self._random, self._clock = random.Random(seed), clock
-    options = {'failures': failures, 'cooldown_s': cooldown_s, 'clock': clock}
-    self._replicas = Replicas(urls, rng=self._random, **options)
+    self._replicas = Replicas(urls, failures, cooldown_s, self._random, clock)
     self.urls = tuple(replica.url for replica in self._replicas.all)
     self.url = ','.join(self.urls)
     token = os.environ.get('RETRIEVAL_TOKEN') if token is None else token
@@ -157,10 +156,9 @@ class RetrievalClient:
     with convert(OSError, ValueError, problem):
       own = ca_file and ssl.create_default_context(cafile=ca_file)
     self._verify = own or _tls()
-    most = ('max_connections', 'max_keepalive_connections')
-    most = dict.fromkeys(most, max_connections)
-    # Below the 75 s of the server.
-    self._limits = httpx.Limits(**most, keepalive_expiry=30.0)
+    # All are kept, for less than the 75 s of the server.
+    kept = {'keepalive_expiry': 30.0}
+    self._limits = httpx.Limits(max_connections=max_connections, **kept)
     self._pools: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
   async def retrieve(
@@ -381,10 +379,11 @@ def _hits(count: int, k: int, data: Any) -> list[list[Hit]]:
   if len(result) != count:
     raise ValueError(f'{len(result)} results for {count} queries')
   for i, row in enumerate(result):
-    if not isinstance(row, list) or len(row) > k:
-      raise ValueError(f'result[{i}] is not a list of at most {k} passages')
+    if not isinstance(row, list):
+      raise ValueError(f'result[{i}] is not a list of passages')
   return [
-    [_hit(item, f'result[{i}][{j}]') for j, item in enumerate(row)]
+    # Some servers do not read `topk`; the best come first.
+    [_hit(item, f'result[{i}][{j}]') for j, item in enumerate(row[:k])]
     for i, row in enumerate(result)
   ]
 

@@ -128,8 +128,7 @@ class LocalSearcher:
 
   @property
   def identity(self) -> dict[str, object]:
-    corpus = {'count': len(self.corpus), 'sha256': self.corpus.sha256}
-    return {'corpus': corpus, 'index': dict(self.index.parameters)}
+    return {'corpus': self.corpus.identity, 'index': {**self.index.parameters}}
 
   def search(self, queries: Sequence[str], k: int) -> list[list[Found]]:
     ids, contents = self.corpus.ids, self.corpus.contents

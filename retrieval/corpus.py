@@ -57,6 +57,11 @@ class Corpus:
   contents: Sequence[str]  # [P]
   sha256: str  # of ids and contents: the same in every form of storage
 
+  @property
+  def identity(self) -> dict[str, object]:
+    """JSON that identifies it."""
+    return {'count': len(self), 'sha256': self.sha256}
+
   def __len__(self) -> int:
     return len(self.ids)
 
@@ -185,13 +190,12 @@ def _checked(path: str) -> Iterator[tuple[str, str, Document]]:
         raise CorpusError(f'{path}: no column {_missing(name, names)}')
     columns = [*_COLUMNS, _TITLE] if _TITLE in names else _COLUMNS
     rows = (row for t in tables() for row in zip(*(t[c] for c in columns)))
-    with progress(count, 'corpus', unit=' rows') as bar:
-      for number, row in enumerate(rows, 1):
+    with progress(count, 'corpus', unit=' rows', iterable=rows) as watched:
+      for number, row in enumerate(watched, 1):
         where = f'{path}: row {number}'
         wrong = f'{where}: not UTF-8. Write the column as text.'
         with convert(UnicodeDecodeError, CorpusError, wrong):
           record = dict(zip(columns, (value.as_py() for value in row)))
-        bar.update()
         yield where, f'row {number}', _document(record, where)
 
 
@@ -211,8 +215,7 @@ def _tables(path: str, magic: bytes) -> Iterator[tuple]:
         yield count, reader.schema.names, get
     elif magic.startswith(_PARQUET):
       # Mapped and not buffered ahead: a row group may be the whole corpus.
-      options = {'memory_map': True, 'pre_buffer': False}
-      with parquet.ParquetFile(path, **options) as file:
+      with parquet.ParquetFile(path, memory_map=True, pre_buffer=False) as file:
         some = [*_COLUMNS, _TITLE]  # absent ones are left out
         get = functools.partial(file.iter_batches, _ROWS, columns=some)
         yield file.metadata.num_rows, file.schema_arrow.names, get
@@ -254,9 +257,8 @@ def _lines(path: str) -> Iterator[tuple[int, bytes]]:
   """Yields (line number from 1, line) without blank lines."""
   number = 0
   with _open(path) as raw:
-    size = os.fstat(raw.fileno()).st_size
     packed, stream = files.unpacked(raw)
-    with progress(size, 'corpus') as bar:
+    with progress(os.fstat(raw.fileno()).st_size, 'corpus') as bar:
       try:
         for line in _unpacked(path, stream):
           number += 1
@@ -351,8 +353,7 @@ def _document(record: dict, where: str) -> Document:
       found = shown(repr(value), 40)
       raise CorpusError(f'{where}: field {name!r} is {found}, not a {kind}.')
     fields[name] = value
-  contents = titled(fields[_TITLE], fields['contents'])
-  return Document(fields['id'], contents)
+  return Document(fields['id'], titled(fields[_TITLE], fields['contents']))
 
 
 def _missing(name: str, names: Iterable[str]) -> str:

@@ -19,7 +19,6 @@ files of 43 GB.
 from collections.abc import Callable, Sequence
 import dataclasses
 import fnmatch
-import functools
 import hashlib
 import logging
 import pathlib
@@ -138,12 +137,11 @@ def fetch(remote: Remote, out: pathlib.Path, headers: dict) -> pathlib.Path:
 def _fetch_bytes(remote: Remote, part: pathlib.Path, headers: dict) -> None:
   """Writes NAME.part."""
   failed, locked = 0, f'{part}: another process writes this file. Wait for it.'
+  options = {'follow_redirects': True, 'timeout': _TIMEOUT}
   with (
     open(part, 'ab') as file,
     files.progress(remote.size, remote.name) as bar,
-    proxies.open_client(
-      httpx.Client, follow_redirects=True, timeout=_TIMEOUT
-    ) as client,
+    proxies.open_client(httpx.Client, **options) as client,
   ):
     files.lock(file, DownloadError, locked)
     if file.tell() > remote.size:  # of another file
@@ -172,8 +170,7 @@ def _request(client, remote: Remote, file: BinaryIO, headers, bar) -> None:
     code = answer.status_code
     sent = answer.headers
     if code in _RETRY:
-      wait = retry_after(sent.get('retry-after', ''))
-      raise _Broken(f'status {code}', wait)
+      raise _Broken(f'status {code}', retry_after(sent.get('retry-after', '')))
     if code not in (200, 206):
       fix = 'Check the names of repository, revision and file, and the mirror.'
       if code in (401, 403):
@@ -248,22 +245,16 @@ def _token(endpoint: str) -> bool | None:
 
 
 def download(
-  source: str,
-  out: pathlib.Path,
-  remotes: Callable[[], list[Remote]],
-  *,
-  headers: dict[str, str],
-  join: str | None = None,
-  keep_parts: bool = True,
+  source: str, out: pathlib.Path, remotes: Callable, headers, join, keep_parts
 ) -> list[pathlib.Path]:
   """Downloads the files of one source; see the module.
 
   Args:
     source: identifies the record.
     out: the folder.
-    remotes: lists the files; called only if something is missing.
+    remotes: lists the files, as `Remote`; called only if something is missing.
     headers: of each request.
-    join: the file to join all files into, in the order of their names.
+    join: the file to join all files into, in the order of their names, or None.
     keep_parts: whether to keep the parts after joining.
 
   Returns:
@@ -321,17 +312,15 @@ def run(f: flags.FlagValues) -> list[pathlib.Path]:
   endpoint = (f.mirror or constants.ENDPOINT).rstrip('/')
   named = f'{f.repo_type} {repo}@{f.revision} {patterns} {join}'
   remotes = lambda: list_hub(repo, patterns, f.revision, f.repo_type, endpoint)
-  options = {'join': join, 'keep_parts': f.keep_parts}
-  options['headers'] = build_hf_headers(token=_token(endpoint))
-  found = download(named, pathlib.Path(f.out), remotes, **options)
+  out, headers = pathlib.Path(f.out), build_hf_headers(token=_token(endpoint))
+  found = download(named, out, remotes, headers, join, f.keep_parts)
   print(*found, sep='\n')
   return found
 
 
 def main(argv: Sequence[str]) -> int:
   logging.getLogger('httpx').setLevel(logging.WARNING)  # logs every request
-  work = functools.partial(run, flags.FLAGS)
-  return files.run_command('retrieval.download', argv, work)
+  return files.run_command('retrieval.download', argv, run, flags.FLAGS)
 
 
 if __name__ == '__main__':

@@ -54,6 +54,17 @@ def printable(text: str) -> str:
   return ''.join(c if c.isprintable() or c == '\n' else '?' for c in text)
 
 
+# Letters of scripts without spaces between words, and of Korean, whose words
+# have particles: Thai, Lao, Myanmar, Khmer, Han, kana and Bopomofo, Yi, Hangul.
+UNSPACED = (
+  '\u0e01-\u0e3a\u0e40-\u0e4e\u0e80-\u0ecf\u0edc-\u0edf'
+  '\u1000-\u103f\u1050-\u108f\u109a-\u109f\u1780-\u17d3\u17d7\u17dc\u17dd'
+  '\u3005-\u3007\u3041-\u3096\u309d-\u309f\u30a1-\u30fa\u30fc-\u30ff'
+  '\u3105-\u312f\u31a0-\u31bf\u31f0-\u31ff\u3400-\u4dbf\u4e00-\u9fff'
+  '\ua000-\ua48c\uf900-\ufaff\uac00-\ud7a3\U00020000-\U000323af'
+)
+
+
 def composed(text: str) -> str:
   """Text in NFC, in which full-width and half-width forms are the usual ones.
 
@@ -76,12 +87,16 @@ def say(who: str, message: str) -> None:
   print(f'{who}: {printable(message)}', file=sys.stderr, flush=True)
 
 
-def run_command(who: str, argv: Sequence[str], run: Callable[[], Any]) -> int:
-  """Runs a command without positional arguments; returns its exit status."""
+def run_command(who: str, argv: Sequence[str], run: Callable, *args) -> int:
+  """Calls run(*args) for a command that has no positional arguments.
+
+  Returns:
+    Its exit status.
+  """
   try:
     if argv[1:]:
       raise ValueError(f'arguments not understood: {" ".join(argv[1:])}')
-    run()
+    run(*args)
   except (ValueError, RuntimeError, OSError) as error:
     say(who, f'error: {error}')
     return 1
@@ -114,14 +129,11 @@ class _Lines:
   """Writes each state of a progress bar as one line, for log files."""
 
   def __init__(self, stream: TextIO):
-    self._stream = stream
+    self._stream, self.flush = stream, stream.flush
 
   def write(self, text: str) -> None:
     if text := text.strip():
       self._stream.write(f'{text}\n')
-
-  def flush(self) -> None:
-    self._stream.flush()
 
 
 def progress(
@@ -256,8 +268,7 @@ def sample_sha256(*paths: pathlib.Path) -> str:
 
 def read_blocks(paths: Sequence[pathlib.Path], what: str) -> Iterator[bytes]:
   """Yields the bytes of several files, with a progress bar named `what`."""
-  total = sum(path.stat().st_size for path in paths)
-  with progress(total, what) as bar:
+  with progress(sum(path.stat().st_size for path in paths), what) as bar:
     for path in paths:
       with open(path, 'rb') as file:
         while block := file.read(BLOCK):
@@ -298,9 +309,7 @@ def need_space(path: pathlib.Path, size: int) -> None:
     raise FilesError(f'{path}: {needs}. Make room or choose another --out.')
 
 
-def differences(
-  then: Mapping[str, Any], now: Mapping[str, Any], name: str = ''
-) -> list[str]:
+def differences(then: Mapping, now: Mapping, name: str = '') -> list[str]:
   """Lists differences of two JSON objects, as `encoder.dim was 3, is 4`."""
   found = []
   for key in dict.fromkeys((*then, *now)):

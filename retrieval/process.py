@@ -89,11 +89,10 @@ def start_server(
     command = [sys.executable, '-m', 'retrieval.server', *_argv(values)]
     paths = [str(_ROOT), os.environ.get('PYTHONPATH')]
     env = dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, paths)))
-    options = {'env': env, 'start_new_session': True}
+    how = {'env': env, 'start_new_session': True, 'stdin': subprocess.DEVNULL}
     with open(log_path, 'ab') as log:
       begin = log.tell()
-      options |= {'stdin': subprocess.DEVNULL, 'stdout': log, 'stderr': log}
-      process = subprocess.Popen(command, **options)
+      process = subprocess.Popen(command, stdout=log, stderr=log, **how)
     try:
       bound = _wait(process, port_file, timeout_s, log_path, begin)
     except BaseException:  # such as Ctrl-C
@@ -123,18 +122,16 @@ def _wait(process, port_file: str, timeout_s: float, log_path, begin) -> int:
     if status is not None:
       problem = f'ended with status {status}'
     elif time.monotonic() > deadline:
-      problem = f'was not ready after {timeout_s:g} s'
+      problem = (
+        f'was not ready after {timeout_s:g} s (of a large corpus, build an '
+        'index by retrieval.build_index, serve it by retrieval.server, and '
+        'give its URL)'
+      )
     else:
       time.sleep(0.02)
       continue
-    said = f'{log_path} ends:\n{_tail(log_path, begin)}'
+    text = pathlib.Path(log_path).read_bytes()[begin:][-2000:]
+    text = text.decode('utf-8', 'replace').strip() or '(nothing)'
+    said = f'{log_path} ends:\n{textwrap.indent(text, "  ")}'
     raise ServerError(f'the retrieval server {problem}; {said}')
   return int(pathlib.Path(port_file).read_text())
-
-
-def _tail(path: str, begin: int) -> str:
-  """The end of the log, from byte `begin` on."""
-  with open(path, 'rb') as f:
-    f.seek(begin)
-    text = f.read()[-2000:].decode('utf-8', 'replace').strip()
-  return textwrap.indent(text or '(nothing)', '  ')

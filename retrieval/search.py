@@ -27,8 +27,6 @@ from retrieval.serve.searcher import open_searcher
 
 # Passages are not trusted: no escape sequence may reach a terminal.
 _CONTROL = re.compile('[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]')
-_MARK = 'bold yellow'
-
 
 Results = tuple[list[list[Hit]], Analyzer]
 
@@ -88,7 +86,7 @@ def _marked(text: str, terms: set[str], analyzer, stars: bool):
   for start, end in analyzer.spans(text, terms):
     out.append(text[last:start])
     word = text[start:end]
-    out.append(f'*{word}*' if stars else word, _MARK)
+    out.append(f'*{word}*' if stars else word, 'bold yellow')
     last = end
   out.append(text[last:])
   return out

@@ -289,8 +289,7 @@ def run(args: flags.FlagValues) -> None:
       '--host=127.0.0.1, --token_file, or a firewall.'
     )
   searcher, local, programs = open_searcher(args)
-  names = [field.name for field in dataclasses.fields(Limits)]
-  limits = Limits(**{name: args[name].value for name in names})
+  limits = Limits(*(args[f.name].value for f in dataclasses.fields(Limits)))
   served = {'local': local, 'programs': programs}
   app = create_app(searcher, limits, token=token, hosts=hosts, **served)
   _serve(app, sock, args, tls)
@@ -298,8 +297,7 @@ def run(args: flags.FlagValues) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-  work = functools.partial(run, flags.FLAGS)
-  return files.run_command('retrieval.server', argv, work)
+  return files.run_command('retrieval.server', argv, run, flags.FLAGS)
 
 
 def _tls(cert: str, key: str | None) -> ssl.SSLContext:

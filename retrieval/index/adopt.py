@@ -33,7 +33,6 @@ from retrieval.index.folder import faiss_path
 _BLOCK = 16384  # rows in memory at once
 _SCAN = 1 << 18  # rows that are searched for misplaced passages
 _TRIED = [(p, x) for p in ('mean', 'cls') for x in ('', 'passage: ', 'query: ')]
-_INNER_PRODUCT = faiss.METRIC_INNER_PRODUCT
 
 
 class AdoptError(ValueError):
@@ -109,13 +108,12 @@ def _open_faiss(path: pathlib.Path, count: int, dim: int, size: int) -> Stored:
   )
   with faiss_build.converted(AdoptError, problem):
     index = faiss_build.read(path)
-  if (metric := index.metric_type) != _INNER_PRODUCT:
+  if (metric := index.metric_type) != faiss.METRIC_INNER_PRODUCT:
     problem = f'a FAISS index of metric {metric}, not of inner product'
     raise AdoptError(f'{path}: {problem}. Adopt the saved embeddings instead.')
   exact = not isinstance(index, faiss.IndexIVFPQ)
-  problem = (
-    f'{path}: FAISS gives no vectors ({{}}). Adopt the saved embeddings.'
-  )
+  fix = 'Adopt the saved embeddings.'
+  problem = f'{path}: FAISS gives no vectors ({{}}). {fix}'
 
   def rows(start: int, count: int) -> np.ndarray:
     with faiss_build.converted(AdoptError, problem):
@@ -135,8 +133,7 @@ def _open_faiss(path: pathlib.Path, count: int, dim: int, size: int) -> Stored:
     kinds = f'{type(index).__name__}; known are Flat, HNSW, IVF-Flat and IVF-PQ'
     raise AdoptError(f'{path}: a FAISS {kinds}. Adopt saved embeddings.')
   kind, shape = f'FAISS {factory}', (index.ntotal, index.d)
-  about = {'exact': exact, 'factory': factory}
-  return Stored(path, kind, shape, rows, **about)
+  return Stored(path, kind, shape, rows, exact=exact, factory=factory)
 
 
 def _check_ids(index: faiss.IndexIVF, path: pathlib.Path) -> None:
@@ -194,9 +191,8 @@ def adopt(
   corpus: Corpus,
   make_encoder: Callable[..., Any],
   folder: pathlib.Path,
-  *,
-  dtype: str | None = None,
-  sample: int = 64,
+  dtype: str | None,
+  sample: int,
 ) -> tuple[Stored, Any]:
   """Checks vectors of a user and adds them to an index folder.
 
@@ -235,9 +231,10 @@ def adopt(
     final.parent.mkdir(exist_ok=True)
     files.link(whole, final)
     lists, ours = map(faiss_build.lists_path, (whole, final))
-    ours.unlink(missing_ok=True)
-    if lists.exists():
-      files.link(lists, ours)
+    if not (lists.exists() and ours.exists() and lists.samefile(ours)):
+      ours.unlink(missing_ok=True)
+      if lists.exists():
+        files.link(lists, ours)
   if whole not in paths:
     whole.unlink()
   return stored, encoder
@@ -256,8 +253,7 @@ def _checked(whole: pathlib.Path, corpus: Corpus, make_encoder, sample: int):
     why = _why(stored, picked, texts, encoded, make_encoder, corpus)
     measured = f'Of {len(picked)} passages encoded again: {fit}'
     raise AdoptError(f'{whole}: does not fit. {measured}. {why}')
-  shape = f'{stored.shape[0]} x {stored.shape[1]}'
-  print(f'{whole.name}: {stored.kind}, {shape}, inner product')
+  print(f'{whole.name}: {stored.kind}, {count} x {encoder.dim}, inner product')
   print(f'{len(picked)} passages encoded again: {fit}')
   return stored, encoder
 

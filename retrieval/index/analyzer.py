@@ -13,58 +13,34 @@ unless its passages need the second (`choose`), so that English ones have the
 same terms as ever.
 """
 
-from collections.abc import Iterator, Sequence
-import contextlib
+from collections.abc import Sequence
 import functools
+import importlib.util
 import itertools
 import re
-import sys
+import runpy
 import threading
 import unicodedata
 
 import Stemmer
 
-from retrieval.files import composed, require_one_of
+from retrieval.files import UNSPACED, composed, require_one_of
 
-
-@contextlib.contextmanager
-def _without(*modules: str) -> Iterator[None]:
-  """Makes imports of these modules fail, even if they are loaded."""
-  kept = {name: sys.modules[name] for name in modules if name in sys.modules}
-  sys.modules.update(dict.fromkeys(modules))
-  try:
-    yield
-  finally:
-    for name in modules:
-      del sys.modules[name]
-    sys.modules.update(kept)
-
-
-# If JAX is installed, importing bm25s runs a computation with it. That takes
-# 1.7 s, opens the accelerator and takes most of its memory from a trainer on
-# the same machine. Nothing here uses it.
-with _without('jax', 'jax.lax'):
-  from bm25s.stopwords import STOPWORDS_EN, STOPWORDS_EN_PLUS
-
+# Its file of stop words alone: if JAX is installed, importing bm25s runs a
+# computation with it. That takes 1.7 s, opens the accelerator and takes most of
+# its memory from a trainer on the same machine.
+(_BM25S,) = importlib.util.find_spec('bm25s').submodule_search_locations
+_LISTS = runpy.run_path(f'{_BM25S}/stopwords.py')
 # Words of one character count too: "Henry V", "Vitamin C".
 WORD = re.compile(r'\w+')
 STOP_WORDS = {
   'none': frozenset(),
-  'english': frozenset(STOPWORDS_EN),
-  'english_plus': frozenset(STOPWORDS_EN_PLUS),
+  'english': frozenset(_LISTS['STOPWORDS_EN']),
+  'english_plus': frozenset(_LISTS['STOPWORDS_EN_PLUS']),
 }
 STEMMERS = ('none', *Stemmer.algorithms())
 KINDS = WORDS, SCRIPTS = 'words', 'scripts'
 
-# Letters of scripts without spaces between words, and of Korean, whose words
-# have particles: Thai, Lao, Myanmar, Khmer, Han, kana and Bopomofo, Yi, Hangul.
-_UNSPACED = (
-  '\u0e01-\u0e3a\u0e40-\u0e4e\u0e80-\u0ecf\u0edc-\u0edf'
-  '\u1000-\u103f\u1050-\u108f\u109a-\u109f\u1780-\u17d3\u17d7\u17dc\u17dd'
-  '\u3005-\u3007\u3041-\u3096\u309d-\u309f\u30a1-\u30fa\u30fc-\u30ff'
-  '\u3105-\u312f\u31a0-\u31bf\u31f0-\u31ff\u3400-\u4dbf\u4e00-\u9fff'
-  '\ua000-\ua48c\uf900-\ufaff\uac00-\ud7a3\U00020000-\U000323af'
-)
 # Soft hyphen, joiners, variation selectors.
 _UNSEEN = re.compile(
   '[\u00ad\u200c\u200d\u2060\ufe00-\ufe0f\U000e0100-\U000e01ef]'
@@ -85,9 +61,9 @@ def _patterns() -> tuple[re.Pattern, re.Pattern, re.Pattern]:
   """
   every = map(chr, range(0x300, 0x20000))
   marks = ''.join(c for c in every if unicodedata.category(c) in ('Mn', 'Mc'))
-  letter = f'[{_UNSPACED}][{marks}]*'
-  run = f'((?:{letter})+)|(?:[^\\W{_UNSPACED}][{marks}]*)+'
-  needs = f'[{_UNSPACED}{marks}]'
+  letter = f'[{UNSPACED}][{marks}]*'
+  run = f'((?:{letter})+)|(?:[^\\W{UNSPACED}][{marks}]*)+'
+  needs = f'[{UNSPACED}{marks}]'
   return re.compile(letter), re.compile(run), re.compile(needs)
 
 
@@ -109,12 +85,7 @@ def choose(texts: Sequence[str]) -> str:
 class Analyzer:
   """Lowercases, removes stop words and stems."""
 
-  def __init__(
-    self,
-    stemmer: str = 'english',
-    stop_words: str = 'english',
-    kind: str = WORDS,
-  ):
+  def __init__(self, stemmer='english', stop_words='english', kind=WORDS):
     """Makes an analyzer.
 
     Args:
@@ -130,8 +101,7 @@ class Analyzer:
     require_one_of('analyzer', kind, KINDS)
     self.stemmer, self.stop_words, self.kind = stemmer, stop_words, kind
     self._stop = STOP_WORDS[stop_words]
-    stems = stemmer != 'none'
-    self._stem = Stemmer.Stemmer(stemmer).stemWord if stems else str
+    self._stem = Stemmer.Stemmer(stemmer).stemWord if stemmer != 'none' else str
     self._lock = threading.Lock()  # a Stemmer is not thread-safe
 
   def term(self, word: str) -> str | None:

@@ -234,7 +234,7 @@ def encode(params, cfg: BertConfig, ids, lengths, types=None):
   return x
 
 
-def classify(params, cfg: BertConfig, ids, lengths, types):
+def classify(params, cfg: BertConfig, ids, types, lengths):
   """The logit of each row, float32 [B], by pooler and classifier; traceable."""
   first = encode(params, cfg, ids, lengths, types)[:, 0]
   pooled = jnp.tanh(_linear(params['pooler'], first))

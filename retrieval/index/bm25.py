@@ -40,15 +40,8 @@ import numpy as np
 
 from retrieval import files
 from retrieval.core import Ranked, check_k, no_results
-from retrieval.index.analyzer import (
-  KINDS,
-  STEMMERS,
-  STOP_WORDS,
-  WORDS,
-  Analyzer,
-  choose,
-  needs_scripts,
-)
+from retrieval.index import analyzer as analyzers
+from retrieval.index.analyzer import STOP_WORDS, WORDS, Analyzer, choose
 from retrieval.metrics import stage
 
 _GROUPS = 64  # see _top
@@ -71,9 +64,10 @@ _ARRAYS = {
   'hashes': np.uint64,  # [T] of the terms, ascending
   'terms': np.int32,  # [T] the term of each hash
 }
-PRESETS = {  # k1, b
-  'lucene': (1.2, 0.75),
-  'search_r1': (0.9, 0.4),  # Pyserini's defaults, used by Search-R1's server
+PRESETS = {
+  'lucene': {'k1': 1.2, 'b': 0.75},
+  # Pyserini's defaults, used by Search-R1's server.
+  'search_r1': {'k1': 0.9, 'b': 0.4},
 }
 
 
@@ -84,19 +78,17 @@ def define_flags(note: str = '') -> None:
   number('k1', None, f'{note}saturation of repeated words.', 0)
   number('b', None, f'{note}discount of long passages.', 0, 1)
   kinds = f'{note}how text is parted into words; auto: as passages need it.'
-  choice('analyzer', _AUTO, [_AUTO, *KINDS], kinds)
-  choice('stemmer', 'english', STEMMERS, f'{note}word stems.')
+  choice('analyzer', _AUTO, [_AUTO, *analyzers.KINDS], kinds)
+  choice('stemmer', 'english', analyzers.STEMMERS, f'{note}word stems.')
   choice('stop_words', 'english', [*STOP_WORDS], f'{note}ignored words.')
 
 
 def options(args: Any) -> dict[str, Any]:
   """The keywords of `BM25Index`, from the flags of `define_flags`."""
-  k1, b = PRESETS[args.bm25_preset]
-  k1, b = k1 if args.k1 is None else args.k1, b if args.b is None else args.b
-  words = {'stemmer': args.stemmer, 'stop_words': args.stop_words}
-  if args.analyzer != _AUTO:
-    words['analyzer'] = args.analyzer
-  return {'k1': k1, 'b': b, **words}
+  names = ('k1', 'b', 'stemmer', 'stop_words', 'analyzer')
+  given = {name: getattr(args, name) for name in names}
+  given = {k: v for k, v in given.items() if v not in (None, _AUTO)}
+  return PRESETS[args.bm25_preset] | given
 
 
 class BM25Index:
@@ -142,8 +134,10 @@ class BM25Index:
         os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
       return found
 
-    with tempfile.TemporaryFile(dir=folder) as spool:
-      arrays = _build(_watched(texts), self, spool, make)
+    shown = {'unit': ' passages', 'iterable': texts}
+    watched = files.progress(len(texts), 'bm25', **shown)
+    with tempfile.TemporaryFile(dir=folder) as spool, watched:
+      arrays = _build(watched, self, spool, make)
     for found in arrays.values():
       found.flush()
     lengths = {name: len(found) for name, found in arrays.items()}
@@ -232,20 +226,12 @@ class BM25Index:
         scores[row, : len(order)] = total[order]
     return ids, scores
 
-  def _configure(
-    self,
-    texts: Sequence,
-    k1=1.2,
-    b=0.75,
-    stemmer='english',
-    stop_words='english',
-    analyzer=None,
-  ) -> None:
+  def _configure(self, texts, k1=1.2, b=0.75, analyzer=None, **words) -> None:
     self.k1, self.b, self._count = float(k1), float(b), len(texts)
-    self.analyzer = Analyzer(stemmer, stop_words, analyzer or choose(texts))
-    words = {'stemmer': stemmer, 'stop_words': stop_words}
+    self.analyzer = found = Analyzer(**words, kind=analyzer or choose(texts))
+    words = {'stemmer': found.stemmer, 'stop_words': found.stop_words}
     self._options = {'k1': self.k1, 'b': self.b, **words}
-    self._options['analyzer'] = self.analyzer.kind
+    self._options['analyzer'] = found.kind
     self._warned: set[str] = set()
 
   def _load(self, arrays: dict[str, np.ndarray]) -> None:
@@ -268,7 +254,7 @@ class BM25Index:
     cause = ''
     if not self.analyzer(query):
       cause = 'has no word but stop words'
-    elif self.analyzer.kind == WORDS and needs_scripts(query):
+    elif self.analyzer.kind == WORDS and analyzers.needs_scripts(query):
       cause = 'needs an index that is built with --analyzer=scripts'
     if cause and query.strip() and cause not in self._warned:
       self._warned.add(cause)
@@ -399,13 +385,6 @@ def _hash(term: str) -> int:
 
 def _sample(folder: pathlib.Path) -> str:
   return files.sample_sha256(*(folder / f'{name}.npy' for name in _ARRAYS))
-
-
-def _watched(texts: Sequence[str]) -> Iterator[str]:
-  with files.progress(len(texts), 'bm25', unit=' passages') as bar:
-    for text in texts:
-      yield text
-      bar.update()
 
 
 @functools.cache

@@ -26,7 +26,7 @@ import faiss
 from retrieval import files
 from retrieval.core import Ranked
 from retrieval.index import faiss_build
-from retrieval.index.faiss_build import Plan, converted, graph
+from retrieval.index.faiss_build import UNWRITTEN, Plan, converted, graph
 from retrieval.index.vectors import SPARE, TIES, DenseIndex, blocks, ranked
 from retrieval.metrics import stage
 
@@ -94,10 +94,9 @@ def build(
   work = path.with_name(f'{path.name}.build')
   before = faiss.omp_get_max_threads()
   faiss.omp_set_num_threads(threads or before)
-  problem = f'{path}: cannot be written ({{}}). Free space on its disk.'
   try:
     with (
-      files.convert(OSError, files.FilesError, problem),
+      files.convert(OSError, files.FilesError, UNWRITTEN.format(path)),
       converted(FaissError, unknown),
     ):
       faiss_build.open_work(work, about)
@@ -121,16 +120,6 @@ def build(
   finally:
     faiss.omp_set_num_threads(before)
   shutil.rmtree(work)
-
-
-def defaults(index: faiss.Index) -> dict[str, int]:
-  """Search options; FAISS's own (nprobe 1, efSearch 16) find too little."""
-  found = {}
-  if ivf := faiss.try_extract_index_ivf(index):
-    found['nprobe'] = max(1, round(ivf.nlist**0.5))
-  if graph(index):
-    found['ef_search'] = 64
-  return found
 
 
 def _train(index, vectors, factory: str, train: int | None, seed: int) -> None:
@@ -176,8 +165,9 @@ class DenseFaiss(DenseIndex):
     Args:
       path: what `build` or any FAISS wrote, metric inner product.
       encoder: of queries; None if only `search_vectors` is used.
-      nprobe: inverted lists visited, for IVF; None: see `defaults`.
-      ef_search: width of the search, for HNSW; None: see `defaults`.
+      nprobe: inverted lists visited, for IVF; None: the square root of their
+        number.
+      ef_search: width of the search, for HNSW; None: 64.
       gpu: search on all GPUs, with float16 vectors sharded over them.
 
     Raises:
@@ -185,26 +175,27 @@ class DenseFaiss(DenseIndex):
         metric or dimension; an option does not suit the index; no GPU.
     """
     index = _open(path)
+    ivf, linked = faiss.try_extract_index_ivf(index), graph(index)
+    # FAISS's own (nprobe 1, efSearch 16) find too little.
+    usual = {'nprobe': max(1, round(ivf.nlist**0.5))} if ivf else {}
+    usual |= {'ef_search': 64} if linked else {}
     given = {'nprobe': nprobe, 'ef_search': ef_search}
     given = {k: v for k, v in given.items() if v is not None}
     kinds = {'nprobe': 'inverted lists (IVF)', 'ef_search': 'a graph (HNSW)'}
-    for option, value in (defaults(index) | given).items():
+    for option, value in (usual | given).items():
       name = {'ef_search': 'efSearch'}.get(option, option)
       problem = f'{option}={value}: {path} is an index without {kinds[option]}'
       with files.convert(RuntimeError, FaissError, problem):
         faiss.ParameterSpace().set_index_parameter(index, name, value)
-    ivf, linked = faiss.try_extract_index_ivf(index), graph(index)
     self.ef_search = linked.hnsw.efSearch if linked else None
     about = {'type': type(index).__name__, 'sample_sha256': sample_sha256(path)}
     about |= {'nprobe': ivf.nprobe if ivf else None}
     about |= {'ef_search': self.ef_search, 'gpu': bool(gpu)}
-    super().__init__(encoder, index.d, f'{path}: holds vectors of', **about)
+    shape = index.ntotal, index.d
+    super().__init__(encoder, shape, f'{path}: holds vectors of', **about)
     self._limit = min(index.ntotal, _GPU_K) if gpu else index.ntotal
     self._index = _to_gpus(index, path) if gpu else index
     self._path = path
-
-  def __len__(self) -> int:
-    return self._index.ntotal
 
   def search_vectors(self, q: np.ndarray, k: int) -> Ranked:
     """`search` for vectors of queries, [Q, D].

@@ -71,15 +71,12 @@ class DenseJax(vectors_lib.DenseIndex):
     sample = hashlib.sha256(np.asarray(vectors[rows]).tobytes()).hexdigest()
     about = {'precision': precision, 'rescore': rescore}
     about |= {'vectors': str(vectors.dtype), 'sample_sha256': sample}
-    super().__init__(encoder, vectors.shape[1], 'vectors have', **about)
+    super().__init__(encoder, vectors.shape, 'vectors have', **about)
     self.rescore, self._vectors, self._mesh = rescore, vectors, plan.mesh
     self._corpus = self._load()
     self._params = encoder and replicate(self._mesh, encoder.params)
     self._search = jax.jit(plan.search, static_argnames='c')
     self._encode_and_search = jax.jit(self._fused, static_argnames='c')
-
-  def __len__(self) -> int:
-    return len(self._vectors)
 
   def search(self, queries: Sequence[str], k: int) -> Ranked:
     """See `core.Index.search`."""

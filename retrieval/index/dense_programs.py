@@ -168,9 +168,7 @@ class Programs:
     q = q.astype(self._dtype)
     joined = min(self.blocks, 1 << (ROWS // len(q)).bit_length() - 1)
     columns = joined * self.block
-    corpus = {
-      name: x.reshape(-1, columns, *x.shape[2:]) for name, x in corpus.items()
-    }
+    parts = jax.tree.map(lambda x: x.reshape(-1, columns, *x.shape[2:]), corpus)
 
     def block(at):
       start, part = at[0] * columns, at[1]
@@ -181,15 +179,13 @@ class Programs:
       scores, ids = _top(scores, size - start, c)
       return scores, ids + start
 
-    found = jax.lax.map(block, (jnp.arange(self.blocks // joined), corpus))
+    found = jax.lax.map(block, (jnp.arange(self.blocks // joined), parts))
     scores, ids = (jnp.moveaxis(x, 0, 1).reshape(len(q), -1) for x in found)
     return _merge(scores, ids, c)
 
   def _by_maxima(self, q, corpus, size, c):
     """Ranks by the maxima of all groups, then members of the best c groups."""
-    groups = {
-      name: x.reshape(-1, GROUP, *x.shape[2:]) for name, x in corpus.items()
-    }
+    groups = jax.tree.map(lambda x: x.reshape(-1, GROUP, *x.shape[2:]), corpus)
     best = _top(self._maxima(q, corpus), -(-size // GROUP), c)[1]
     best = jnp.sort(best, 1)  # keeps ties in corpus order
 
@@ -240,16 +236,12 @@ class Programs:
         scores *= scale[0][...]
       out[...] = scores.reshape(tile // GROUP, GROUP, queries).max(1)
 
-    options = {}
-    if not tpu:
-      params = triton.CompilerParams(num_warps=8, num_stages=_STAGES)
-      options['compiler_params'] = params
-
     # All queries of a tile of rows follow each other, while it is cached.
     of_rows = lambda i: (jax.lax.div(i, turns), 0)
     of_queries = lambda i: (jax.lax.rem(i, turns), 0)
     of_both = lambda i: (jax.lax.div(i, turns), jax.lax.rem(i, turns))
     groups = len(parts[0]) // GROUP
+    params = triton.CompilerParams(num_warps=8, num_stages=_STAGES)
     maxima = pl.pallas_call(
       kernel,
       out_shape=jax.ShapeDtypeStruct((groups, len(padded)), jnp.float32),
@@ -260,7 +252,7 @@ class Programs:
       ],
       out_specs=pl.BlockSpec((tile // GROUP, queries), of_both),
       interpret=self.platform == 'cpu',
-      **options,
+      compiler_params=None if tpu else params,
     )(padded, *parts)
     return maxima.T[: len(q)]
 

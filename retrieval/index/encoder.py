@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tokenizers
+from tokenizers import Tokenizer
 
 from retrieval.devices import data_mesh, put, replicate
 from retrieval.files import PathLike, convert, require_one_of
@@ -133,13 +133,13 @@ class Tokens:
     with convert(Exception, ValueError, problem):
       # Without either, transformers silently makes an empty tokenizer.
       if file.exists() or not (path / 'vocab.txt').exists():
-        self._json = tokenizers.Tokenizer.from_file(str(file)).to_str()
+        self._json = Tokenizer.from_file(str(file)).to_str()
       else:
         from transformers import AutoTokenizer  # slow, and rarely needed
 
         found = AutoTokenizer.from_pretrained(path, local_files_only=True)
         self._json = found.backend_tokenizer.to_str()
-    size = tokenizers.Tokenizer.from_str(self._json).get_vocab_size()
+    size = Tokenizer.from_str(self._json).get_vocab_size()
     if size > cfg.vocab_size:
       counts = f'the tokenizer has {size} tokens, the model {cfg.vocab_size}'
       raise ValueError(f'{path}: {counts}; they belong to different models')
@@ -147,16 +147,22 @@ class Tokens:
     self._cpu = jax.default_backend() == 'cpu'
     self._tokens = tokens or (_CPU_TOKENS if self._cpu else _TOKENS)
 
-  def to_length(self, name: str, length: int) -> tokenizers.Tokenizer:
-    """The tokenizer that cuts at `length` tokens; `name` is for the error.
+  def to_length(self, name: str, length: int | None, usual: int) -> Tokenizer:
+    """The tokenizer that cuts at `length` tokens.
+
+    Args:
+      name: of the length in an error.
+      length: None: `usual`, or all positions of a model that has fewer.
+      usual: see `length`.
 
     Raises:
       ValueError: a length out of range.
     """
+    length = min(usual, self._positions) if length is None else length
     if not 3 <= length <= self._positions:
       expected = f'expected 3 to {self._positions}, the positions of this model'
       raise ValueError(f'{name}={length}; {expected}')
-    tokenizer = tokenizers.Tokenizer.from_str(self._json)
+    tokenizer = Tokenizer.from_str(self._json)
     tokenizer.no_padding()  # the file may define a fixed length
     tokenizer.enable_truncation(length)
     tokenizer.encode_special_tokens = True
@@ -270,13 +276,10 @@ class Encoder:
     *,
     family: str = 'auto',
     dtype: str = 'auto',
-    pooling: str | None = None,
-    normalise: bool | None = None,
-    query_prefix: str | None = None,
-    passage_prefix: str | None = None,
     query_length: int | None = None,
     passage_length: int | None = None,
     batch: int | None = None,
+    **overrides: Any,
   ):
     """Loads a checkpoint folder onto all devices of this process.
 
@@ -285,11 +288,11 @@ class Encoder:
       family: a key of `FAMILIES`, or 'auto': see the module.
       dtype: of parameters and activations: float32, bfloat16, or auto, see
         `resolve_dtype`. Vectors are float32.
-      pooling, normalise, query_prefix, passage_prefix: override those of the
-        folder and its family.
       query_length, passage_length: tokens kept, including [CLS] and [SEP];
         None: 256 and 180, or all positions of a model that has fewer.
       batch: the most tokens of a batch; None: by the device.
+      overrides: pooling, normalise, query_prefix or passage_prefix, instead of
+        those of the folder and its family.
 
     Raises:
       FileNotFoundError, ValueError: see `bert.load`, `find_family`, `Tokens`.
@@ -297,19 +300,14 @@ class Encoder:
     path, self.dtype = pathlib.Path(path), resolve_dtype(dtype)
     self.cfg = bert.read_config(path)
     self.family = find_family(path, family)
-    given = {'pooling': pooling, 'normalise': normalise}
-    given |= {'query_prefix': query_prefix, 'passage_prefix': passage_prefix}
-    given = {k: v for k, v in given.items() if v is not None}
-    usage = FAMILIES[self.family]
-    self.usage = dataclasses.replace(usage, **_modules(path) | given)
+    usage = _modules(path) | overrides
+    self.usage = dataclasses.replace(FAMILIES[self.family], **usage)
     require_one_of('pooling', self.usage.pooling, POOLINGS)
     self.tokens, self._kinds = Tokens(path, self.cfg, batch), {}
     lengths = {'query': query_length, 'passage': passage_length}
     for kind, length in lengths.items():
-      if length is None:
-        length = min(_LENGTH[kind], self.cfg.max_position_embeddings)
-      self._kinds[kind] = self.tokens.to_length(f'{kind}_length', length)
-      lengths[kind] = length
+      cut = self.tokens.to_length(f'{kind}_length', length, _LENGTH[kind])
+      self._kinds[kind], lengths[kind] = cut, cut.truncation['max_length']
     self.query_length, self.passage_length = lengths.values()
     self.dim = self.cfg.hidden_size
     self._sha256 = sha256(path)

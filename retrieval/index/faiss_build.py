@@ -32,7 +32,7 @@ import numpy as np
 from retrieval import files
 
 _SPARE = 1.01  # room for links of HNSW, whose levels are random
-_UNWRITTEN = '{}: cannot be written ({{}}). Free space on its disk.'
+UNWRITTEN = '{}: cannot be written ({{}}). Free space on its disk.'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,7 +144,7 @@ def save(
   """
   part = final.with_name(f'{final.name}.part')
   try:
-    with converted(files.FilesError, _UNWRITTEN.format(part)):
+    with converted(files.FilesError, UNWRITTEN.format(part)):
       faiss.write_index(index, os.fspath(part))
       # FAISS does not report a failure to close the file.
       faiss.read_index(os.fspath(part), flags)
@@ -220,7 +220,7 @@ def join(plan: Plan, shard_bytes: int) -> None:
       del shard
   for path in paths.values():
     load(path, faiss.IO_FLAG_MMAP)  # names the damaged one
-  with converted(files.FilesError, _UNWRITTEN.format(part)):
+  with converted(files.FilesError, UNWRITTEN.format(part)):
     merge_ondisk(index, [*map(os.fspath, paths.values())], os.fspath(part))
   _lists(index).filename = lists_path(final).name
   with open(part, 'r+b') as file:

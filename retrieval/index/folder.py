@@ -84,13 +84,10 @@ def open_folder(path: files.PathLike) -> IndexFolder:
     return IndexFolder(path, manifest, corpus, vectors)
 
 
-def check_corpus(
-  path: pathlib.Path, manifest: Mapping[str, Any], corpus: Corpus
-) -> None:
+def check_corpus(path: pathlib.Path, manifest: Mapping, corpus: Corpus) -> None:
   """Raises FolderError if the corpus is not the one of the manifest."""
-  found = {'count': len(corpus), 'sha256': corpus.sha256}
   what = 'corpus.arrow is not the corpus of manifest.json'
-  require_same_parts(path, what, 'corpus.', manifest['corpus'], found)
+  require_same_parts(path, what, 'corpus.', manifest['corpus'], corpus.identity)
 
 
 def open_vectors(
@@ -200,9 +197,7 @@ def stated_encoder(folder: IndexFolder, name: str) -> dict[str, Any] | None:
   return _stated(folder, name).get('encoder') or vectors.get('encoder')
 
 
-def open_encoder(
-  folder: IndexFolder, name: str, encoder: Any, **options: Any
-) -> Any:
+def open_encoder(folder: IndexFolder, name: str, encoder, **options) -> Any:
   """The query encoder of an index: of the model that made its vectors.
 
   Args:

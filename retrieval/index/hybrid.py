@@ -55,9 +55,7 @@ class Hybrid:
       # Sorted, so that a sum does not depend on which list gave which rank.
       order = np.lexsort((gain, found))
       passages, at = np.unique(found, return_inverse=True)
-      sums = np.zeros(len(passages))
-      np.add.at(sums, at[order], gain[order])
-      sums = sums.astype(np.float32)
+      sums = np.bincount(at[order], gain[order]).astype(np.float32)
       best = np.lexsort((passages, -sums))[: ids.shape[1]]
       ids[row, : len(best)] = passages[best]
       scores[row, : len(best)] = sums[best]

@@ -90,9 +90,7 @@ def _resumed(
   try:
     rows = client.get(collection, ids, output_fields=['id', _VECTOR])
     held = {row['id']: row[_VECTOR] for row in rows}
-    same = _dim(client, collection) == vectors.shape[1] and all(
-      np.array_equal(held[i], np.asarray(vectors[i], np.float32)) for i in ids
-    )
+    same = all(np.array_equal(held[i], vectors[i]) for i in ids)
   except KeyError:
     same = False
   if not same or done > len(vectors):
@@ -134,16 +132,15 @@ class Milvus(DenseIndex):
         raise MilvusError(f'{uri}: {there}; build the index first')
       client.load_collection(collection, timeout=timeout_s)
       index = client.describe_index(collection, _VECTOR)
-      dim, self._count = _dim(client, collection), _count(client, collection)
+      fields = client.describe_collection(collection)['fields']
+      dims = {f['name']: f.get('params', {}).get('dim') for f in fields}
+      dim, count = int(dims.get(_VECTOR) or 0), _count(client, collection)
       if not dim or not index or index['metric_type'] != 'IP':
         problem = f'has no field {_VECTOR!r} indexed by inner product (IP)'
         raise _error(uri, collection, f'{problem}; build it with this package')
     what = f'{uri}: collection {collection!r} holds vectors of'
     about = {'collection': collection, 'index_type': index['index_type']}
-    super().__init__(encoder, dim, what, **about)
-
-  def __len__(self) -> int:
-    return self._count
+    super().__init__(encoder, (count, dim), what, **about)
 
   def search_vectors(self, q: np.ndarray, k: int) -> Ranked:
     """`search` for vectors of queries, [Q, D].
@@ -186,13 +183,6 @@ def _count(client: pymilvus.MilvusClient, collection: str) -> int:
   options = {'filter': '', 'consistency_level': 'Strong'}
   rows = client.query(collection, output_fields=['count(*)'], **options)
   return int(rows[0]['count(*)'])
-
-
-def _dim(client: pymilvus.MilvusClient, collection: str) -> int:
-  """The dimension of its vectors; 0 if it has no such field."""
-  fields = client.describe_collection(collection)['fields']
-  dims = {f['name']: f.get('params', {}).get('dim') for f in fields}
-  return int(dims.get(_VECTOR) or 0)
 
 
 def _error(uri: str, collection: str, problem: str) -> MilvusError:

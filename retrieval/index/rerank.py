@@ -27,7 +27,7 @@ _LENGTH = 512  # tokens of a pair, if the model has as many positions
 class CrossEncoder:
   """Scores pairs of a query and a passage."""
 
-  def __init__(self, path: PathLike, *, dtype='auto', length=None, batch=None):
+  def __init__(self, path: PathLike, *, dtype='auto', length=None):
     """Loads a BertForSequenceClassification of one label.
 
     Args:
@@ -37,7 +37,6 @@ class CrossEncoder:
       length: tokens of a pair, including special tokens; None: 512, or all
         positions of a model that has fewer. The passage is cut; the query is
         cut only if it alone is longer.
-      batch: the most tokens of a batch; None: by the device.
 
     Raises:
       FileNotFoundError, ValueError: see `bert.load` and `encoder.Tokens`.
@@ -46,16 +45,15 @@ class CrossEncoder:
     self.cfg, params = bert.load(path, jnp.dtype(dtype), head=True)
     if (types := self.cfg.type_vocab_size) < 2:
       raise ValueError(f'{path}: type_vocab_size={types}; a pair needs 2')
-    self._tokens = Tokens(path, self.cfg, batch)
-    if length is None:
-      length = min(_LENGTH, self.cfg.max_position_embeddings)
-    self._tokenizer = self._tokens.to_length('length', length)
+    self._tokens = Tokens(path, self.cfg)
+    self._tokenizer = self._tokens.to_length('length', length, _LENGTH)
+    self.length = self._tokenizer.truncation['max_length']
     self._tokenizer.no_truncation()  # `_encode` cuts pairs
-    self.length, self.dtype = length, dtype
+    self.dtype = dtype
     self._sha256 = sha256(path)
     self._mesh = data_mesh()
     self._params = replicate(self._mesh, params)
-    self._logits = jax.jit(functools.partial(bert.classify, cfg=self.cfg))
+    self._logits = jax.jit(bert.classify, static_argnames='cfg')
 
   @property
   def parameters(self) -> dict[str, Any]:
@@ -66,7 +64,7 @@ class CrossEncoder:
     """Logits of (query, passage) pairs, float32 [N]; larger is better."""
     out = np.empty(len(pairs), np.float32)
     batches = self._tokens.batches(self._encode(pairs), self.length)
-    done = [(at, self._logits(**self._batch(*batch))) for at, *batch in batches]
+    done = [(at, self._logits(*self._inputs(*b))) for at, *b in batches]
     for at, logits in done:
       out[at] = np.asarray(logits)[: len(at)]
     return out
@@ -80,15 +78,14 @@ class CrossEncoder:
 
     def build(R: int, T: int) -> None:
       ids, size = np.zeros((R, T), np.int32), np.ones(R, np.int32)
-      self._logits.lower(**self._batch(ids, ids, size)).compile()
+      self._logits.lower(*self._inputs(ids, ids, size)).compile()
 
     shapes = self._tokens.shapes(count, self.length)
     return [functools.partial(build, *shape) for shape in shapes]
 
-  def _batch(self, ids, types, lengths) -> dict[str, Any]:
-    ids, types, lengths = put(self._mesh, ids, types, lengths)
-    batch = {'ids': ids, 'lengths': lengths, 'types': types}
-    return {'params': self._params, **batch}
+  def _inputs(self, *batch: np.ndarray) -> tuple:
+    """The arguments of `bert.classify` for ids, types and lengths."""
+    return self._params, self.cfg, *put(self._mesh, *batch)
 
   def _encode(self, pairs: Sequence[tuple[str, str]]) -> list:
     """[CLS] query [SEP] passage [SEP], the passage cut to fit."""
@@ -116,9 +113,7 @@ class Rerank:
 
   name = 'rerank'
 
-  def __init__(
-    self, index: Index, contents: Sequence[str], cross_encoder, n: int
-  ):
+  def __init__(self, index: Index, contents: Sequence, cross_encoder, n: int):
     """Wraps an index.
 
     Args:

@@ -8,9 +8,9 @@ corpus and encoder, so that only the same work is continued.
 """
 
 import abc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 import pathlib
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -29,40 +29,33 @@ class VectorsError(ValueError):
   """The vectors cannot be made or used; the message says how to fix it."""
 
 
-class Encoder(Protocol):
-  """What dense indexes, and writing vectors, need of `encoder.Encoder`."""
-
-  dim: int
-  dtype: str  # of its arithmetic
-  query_length: int
-  parameters: Mapping[str, Any]
-
-  def encode_queries(self, texts: Sequence[str]) -> np.ndarray: ...
-  def encode_passages(self, texts: Sequence[str]) -> np.ndarray: ...
-
-
 class DenseIndex(abc.ABC):
   """Base class of the indexes over vectors; see `core.Index`."""
 
   name: str
 
-  def __init__(self, encoder: Encoder | None, dim: int, what: str, **about):
+  def __init__(self, encoder: Any, shape: tuple[int, int], what: str, **about):
     """Checks the encoder.
 
     Args:
-      encoder: of queries; None if only `search_vectors` is used.
-      dim: D, of the vectors.
+      encoder: an `encoder.Encoder`, of queries; None if only `search_vectors`
+        is used.
+      shape: (P, D), of the vectors.
       what: names them in an error.
       about: further parameters of the index.
 
     Raises:
       ValueError: the encoder has another dimension.
     """
-    if encoder is not None and encoder.dim != dim:
-      problem = f'{what} {dim} dimensions, the encoder {encoder.dim}'
+    self._count, self.dim = shape
+    if encoder is not None and encoder.dim != self.dim:
+      problem = f'{what} {self.dim} dimensions, the encoder {encoder.dim}'
       raise ValueError(f'{problem}; use the encoder that made the vectors')
-    self.dim, self._encoder = dim, encoder
+    self._encoder = encoder
     self._about = {'name': self.name, **about}
+
+  def __len__(self) -> int:
+    return self._count
 
   @property
   def parameters(self) -> dict[str, Any]:
@@ -75,9 +68,6 @@ class DenseIndex(abc.ABC):
   def search(self, queries: Sequence[str], k: int) -> Ranked:
     """See `core.Index.search`; needs an encoder."""
     return self.search_vectors(self._encoder.encode_queries(queries), k)
-
-  @abc.abstractmethod
-  def __len__(self) -> int: ...
 
   @abc.abstractmethod
   def search_vectors(self, q: np.ndarray, k: int) -> Ranked:
@@ -153,11 +143,10 @@ def ranked(
   return ids[:, :k], scores[:, :k]
 
 
-def identity(corpus: Corpus, encoder: Encoder, dtype: str) -> dict:
+def identity(corpus: Corpus, encoder: Any, dtype: str) -> dict:
   """What vectors depend on: equal identities give equal vectors."""
-  of = {'count': len(corpus), 'sha256': corpus.sha256}
   by = {**encoder.parameters, 'arithmetic': encoder.dtype}
-  return {'corpus': of, 'encoder': by, 'dtype': dtype}
+  return {'corpus': corpus.identity, 'encoder': by, 'dtype': dtype}
 
 
 def open_vectors(folder: pathlib.Path) -> np.ndarray:
@@ -166,7 +155,7 @@ def open_vectors(folder: pathlib.Path) -> np.ndarray:
 
 
 def encode(
-  corpus: Corpus, encoder: Encoder, folder, *, dtype='float32', block=8192
+  corpus: Corpus, encoder: Any, folder, *, dtype='float32', block=8192
 ) -> np.ndarray:
   """Writes the vectors of a corpus, or those that are missing.
 

@@ -114,10 +114,7 @@ class Batcher:
   """
 
   def __init__(
-    self,
-    searcher: Searcher,
-    limits: Limits,
-    clock: Callable[[], float] = time.perf_counter,
+    self, searcher: Searcher, limits: Limits, clock=time.perf_counter
   ):
     self.counters = Counters()
     # A searcher that mostly waits gets single queries, from several threads.

@@ -13,6 +13,7 @@ from retrieval.core import LocalSearcher, Searcher
 from retrieval.corpus import MOST, read_corpus
 from retrieval.index import bm25
 from retrieval.serve import gpu_memory
+from retrieval.web.cache import Recorded
 
 _FAISS = {'nprobe': 'nprobe', 'ef_search': 'ef_search', 'gpu': 'faiss_gpu'}
 # Kind of index -> option -> flag.
@@ -34,8 +35,6 @@ def open_searcher(args) -> tuple[Searcher, LocalSearcher | None, Programs]:
     ValueError, OSError, RuntimeError: it cannot be used; the message says why.
   """
   if args.replay:
-    from retrieval.web.cache import Recorded
-
     return Recorded(None, args.replay, args.replay_identity or ''), None, []
   if args.web:
     searcher, local, programs = _web(args), None, []
@@ -44,8 +43,6 @@ def open_searcher(args) -> tuple[Searcher, LocalSearcher | None, Programs]:
     searcher = local
   # Paid answers are kept even if their client is gone.
   if args.record or args.web:
-    from retrieval.web.cache import Recorded
-
     searcher = Recorded(searcher, args.record or '')
   return searcher, local, programs
 

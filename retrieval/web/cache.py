@@ -11,7 +11,7 @@ surrogates. Text is therefore stored as UTF-8 with surrogates passed and not as
 JSON escapes, in which two lone surrogates become one character.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 import contextlib
 import hashlib
 import json
@@ -74,8 +74,7 @@ class Recorded:
       else:
         self._json = _canonical(dict(searcher.identity))
         row = hashlib.sha256(self._json).hexdigest(), self._json
-        new = 'INSERT OR IGNORE INTO identities VALUES (?, ?)'
-        self._db.execute(new, row)
+        self._db.execute('INSERT OR IGNORE INTO identities VALUES (?, ?)', row)
     self.identity: Mapping[str, object] = json.loads(_text(self._json))
 
   def search(self, queries: Sequence[str], k: int) -> list[Answer]:
@@ -153,8 +152,9 @@ class Recorded:
       value = _canonical([[f.id, f.contents, float(f.score)] for f in answer])
       rows.append((key, hashlib.sha256(key + value).digest(), value))
     new = 'INSERT OR IGNORE INTO answers VALUES (?, ?, ?)'
-    with _named(self.path), _transaction(self._db):
-      self._db.executemany(new, rows)
+    with _named(self.path), self._db as db:
+      db.execute('BEGIN IMMEDIATE')
+      db.executemany(new, rows)
     self._unwritten.clear()
 
   def _miss(self, query: str, k: int) -> SearchFailed:
@@ -204,7 +204,8 @@ def _check(db: sqlite3.Connection, path: str, replay: bool) -> None:
 
   if not replay and not pragma('schema_version'):
     db.execute('PRAGMA journal_mode = WAL')
-    with _transaction(db):
+    with db:
+      db.execute('BEGIN IMMEDIATE')
       if not pragma('schema_version'):  # another process may have been first
         for statement in _TABLES:
           db.execute(statement)
@@ -217,17 +218,6 @@ def _check(db: sqlite3.Connection, path: str, replay: bool) -> None:
     problem = f'format {found}, but this version writes {FORMAT}'
     raise StoreError(f'{path}: {problem}. Record again at another path.')
   db.execute('PRAGMA synchronous = NORMAL')  # a kill loses nothing
-
-
-@contextlib.contextmanager
-def _transaction(db: sqlite3.Connection) -> Iterator[None]:
-  db.execute('BEGIN IMMEDIATE')
-  try:
-    yield
-  except BaseException:
-    db.execute('ROLLBACK')
-    raise
-  db.execute('COMMIT')
 
 
 def _named(path: str) -> contextlib.AbstractContextManager[None]:

@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 import concurrent.futures
 import functools
+import hashlib
 import json
 import logging
 import math
@@ -209,8 +210,10 @@ class WebSearcher:
     found = []
     for row, (text, transient) in zip(rows, texts):
       contents, rank = join_contents(row.title, text), len(found) + 1
-      # Google's own answer above the results has no URL.
-      url = row.url or f'{self.provider}:answer_box'
+      # Google's own answer above the results has no URL, and is another for
+      # each query.
+      digest = hashlib.sha256(contents.encode()).hexdigest()[:12]
+      url = row.url or f'{self.provider}:answer_box:{digest}'
       found.append(Found(url, contents, 1 / rank, transient))
     return found
 
