@@ -8,7 +8,6 @@ holds} computed from them.
 from collections.abc import Mapping, Sequence
 import datetime
 import importlib.metadata
-import json
 import os
 import pathlib
 import platform
@@ -18,7 +17,7 @@ import sys
 from typing import Any
 
 from experiments.benchmarks import LOAD
-from searchrl_jax.store import writer
+from searchrl_jax.store import records, writer
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 PACKAGES = ('jax', 'jaxlib', 'flax', 'optax', 'numpy')
@@ -79,16 +78,32 @@ def _field(path: str, name: str) -> str:
   return ''
 
 
+def stored(checkpoint: pathlib.Path) -> dict[str, Any]:
+  """The NumPy arrays of a checkpoint (a step's folder), as they were stored."""
+  import tensorstore as ts
+
+  found = {}
+  for leaf in sorted((checkpoint / 'arrays').iterdir()):
+    if (leaf / '.zarray').exists():
+      store = {'driver': 'file', 'path': str(leaf)}
+      spec = {'driver': 'zarr', 'kvstore': store}
+      found[leaf.name] = ts.open(spec).result().read().result()
+  return found
+
+
 def bar(
   name: str,
-  value: float,
+  value: float | None,
   bar: float,
   *,
   at_most: bool = False,
   strict: bool = False,
 ) -> dict:
-  """One bar: holds if value >= bar, <= with at_most, never = with strict."""
-  holds = value <= bar if at_most else value >= bar
+  """One bar: holds if value >= bar, <= with at_most, never = with strict.
+
+  value: None: it is not known, and the bar does not hold.
+  """
+  holds = value is not None and (value <= bar if at_most else value >= bar)
   holds = holds and not (strict and value == bar)
   return {'name': name, 'value': value, 'bar': bar, 'holds': bool(holds)}
 
@@ -98,18 +113,12 @@ def report(
   name: str,
   rows: Sequence[Mapping],
   bars: Sequence[dict],
-  before: Mapping | None = None,
-) -> dict:
+  before: Mapping,
+) -> None:
   """Prints the table and the bars; writes all of it to `out` ('' = nowhere).
 
   before: `environment()` as it was when the run started.
   """
-  record = {
-    'benchmark': name,
-    'environment': dict(before or environment()),
-    'rows': list(rows),
-    'bars': list(bars),
-  }
   print(table(rows))
   for b in bars:
     print(
@@ -117,12 +126,8 @@ def report(
       f'{"holds" if b["holds"] else "DOES NOT HOLD"}'
     )
   if out:
-    path = pathlib.Path(out)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f'{path.name}.part')  # never half a file
-    part.write_text(json.dumps(record, indent=2) + '\n')
-    part.replace(path)
-  return record
+    record = {'benchmark': name, 'environment': before}
+    records.write_json(out, record | {'rows': rows, 'bars': bars})
 
 
 def table(rows: Sequence[Mapping]) -> str:

@@ -52,13 +52,8 @@ def judge(bars: Sequence[Bar], arms: Mapping[str, dict]) -> list[dict]:
       value = bar.value(look)
     except Missing:
       value = None
-    out.append(
-      {'name': bar.name, 'value': None, 'bar': bar.bar, 'holds': False}
-      if value is None
-      else common.bar(
-        bar.name, value, bar.bar, at_most=bar.at_most, strict=bar.strict
-      )
-    )
+    how = {'at_most': bar.at_most, 'strict': bar.strict}
+    out.append(common.bar(bar.name, value, bar.bar, **how))
   return out
 
 

@@ -103,3 +103,4 @@ def _check(config, fields):
 
 
 reward.needs, reward.check = efficiency.needs, _check
+reward.compares_group = lambda fields: fields['form'] == 'grpo'

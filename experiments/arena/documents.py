@@ -87,9 +87,8 @@ def traces(
   """
   believed, out = beliefs(world_seed), []
   for i in range(worlds):
-    world = atlas.generate(
-      DOCUMENT_WORLDS + world_seed * 1000 + i, train=people, heldout=40, known=0
-    )
+    own_seed = DOCUMENT_WORLDS + world_seed * 1000 + i
+    world = atlas.generate(own_seed, train=people, heldout=40, known=0)
     kinds = [kind for kind in atlas.KINDS if kind != 'known']
     pool = atlas.pick(world, 'train', kinds=kinds)
     rng = np.random.default_rng([world_seed, i, 30])

@@ -113,7 +113,7 @@ def scores(trajectory: Trajectory, env: SearchEnv) -> dict[str, float]:
   searched = trajectory.calls(SEARCH)
   results = [s for s in searched if isinstance(s, SearchResult)]
   ids = [[p.id for p in s.passages] for s in results]
-  worth = [w.verdict for w in atlas.progress(question.supporting, ids)]
+  worth = atlas.progress(question.supporting, ids)
   made = len(worth)
   recalled = question.meta.get('recalled', ())
   out = dict(

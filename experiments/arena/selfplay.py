@@ -154,31 +154,16 @@ def traces(
     DataError: a world that cannot be generated.
   """
   how = Mix(**roles)
-  out = atlas_traces.traces(
-    world_seed=world_seed,
-    mix=mix,
-    worlds=worlds,
-    n=int(n * how.solver),
-    seed=seed,
-    turns=turns,
-    people=people,
-    train=train,
-    heldout=heldout,
-    known=known,
-  )
+  solver = dict(mix=mix, n=int(n * how.solver), seed=seed, turns=turns)
+  own = dict(world_seed=world_seed, train=train, heldout=heldout, known=known)
+  out = atlas_traces.traces(worlds=worlds, people=people, **solver, **own)
   rest = n - len(out)
   for i in range(worlds):
-    world = atlas.generate(
-      microtraces.TRACE_WORLDS + world_seed * 1000 + i,
-      train=people,
-      heldout=40,
-      known=0,
-    )
+    own_seed = microtraces.TRACE_WORLDS + world_seed * 1000 + i
+    world = atlas.generate(own_seed, train=people, heldout=40, known=0)
     writer = _Writer(world, how, np.random.default_rng([seed, i, 31]))
-    out += [
-      writer.trace()
-      for _ in range(rest * (i + 1) // worlds - rest * i // worlds)
-    ]
+    count = rest * (i + 1) // worlds - rest * i // worlds
+    out += [writer.trace() for _ in range(count)]
   return out
 
 
@@ -237,11 +222,8 @@ class _Writer:
     answer = self.one(self.people)
     steps, at, actions, said = self.back(answer, hops), answer, [], answer
     for n in range(len(steps)):
-      actions += [
-        ('think', said),
-        ('search', f'{at} {KNOW}'),
-        ('information', (self.passages[at],)),
-      ]
+      actions += [('think', said), ('search', f'{at} {KNOW}')]
+      actions.append(('information', (self.passages[at],)))
       at, path = steps[n][0], [link for _, link in steps[n::-1]]
       said = "'s ".join([at, *path])
     actions.append(('think', said))

@@ -124,7 +124,7 @@ def measure(dtype: str) -> list[dict]:
       }
       exported = str(folder / 'exported')
       pretrained.save(exported, cfg, params)
-      with harness.Peer('greedy', 2, folder=exported, new=NEW) as peer:
+      with harness.torch_peer('greedy', 2, folder=exported, new=NEW) as peer:
         greedy['transformers'] = peer(prompts)
       rows += greedy_rows(cfg, params, prompts, greedy)
     differences = loop.run(apart(*both.values(), prompts))

@@ -20,9 +20,7 @@ questions are generated too.
 
 import collections
 from collections.abc import Callable, Iterator
-import gzip
 import itertools
-import json
 import pathlib
 import re
 import statistics
@@ -33,7 +31,9 @@ import numpy as np
 
 from experiments import common
 from experiments.benchmarks import generated, harness, scale
+from retrieval import corpus as corpora
 from retrieval.index import bm25
+from searchrl_jax.data import jsonl
 from searchrl_jax.run import command
 
 K, BATCH = 10, 128
@@ -46,31 +46,26 @@ def inputs() -> tuple[list[str], list[str]]:
   folder = flags.FLAGS.data_dir
   if not folder:
     return [], list(generated.texts(_QUESTIONS, 9, 1))
-
-  def rows(name: str) -> Iterator[dict]:
-    with gzip.open(pathlib.Path(folder, name), 'rt') as f:
-      yield from map(json.loads, f)
-
-  questions = [row['question'] for row in rows('qa_dev.jsonl.gz')]
+  asked = jsonl.read(f'{folder}/qa_dev.jsonl.gz')
+  questions = [row['question'] for _, row in asked]
   counts = collections.Counter()
-  texts = (row['contents'] for row in rows('corpus.jsonl.gz'))
-  for part in (texts, questions):
-    for text in part:
-      counts.update(re.findall(r'\w+', text.lower()))
+  passages = corpora.iter_documents(f'{folder}/corpus.jsonl.gz')
+  for text in itertools.chain((p.contents for p in passages), questions):
+    counts.update(re.findall(r'\w+', text.lower()))
   return [word for word, _ in counts.most_common()], questions[:_QUESTIONS]
 
 
 class Passages:
   """`count` texts of the words given and, past those, of generated ones."""
 
-  def __init__(self, count: int, words: list[str], seed: int = 0):
-    self._count, self._words, self._seed = count, words, seed
+  def __init__(self, count: int, words: list[str]):
+    self._count, self._words = count, words
 
   def __len__(self) -> int:
     return self._count
 
   def __iter__(self) -> Iterator[str]:
-    rng, shares = np.random.default_rng(self._seed), generated.shares()
+    rng, shares = np.random.default_rng(0), generated.shares()
     words, known = self._words, len(self._words)
     for first in range(0, self._count, _CHUNK):
       size = min(_CHUNK, self._count - first), _MOST

@@ -36,7 +36,6 @@ from searchrl_jax.engines.jax import engine as in_process
 from searchrl_jax.engines.vllm import client
 from searchrl_jax.engines.weights import sync
 from searchrl_jax.models import decoder
-from searchrl_jax.rollout.chains import rollout
 from searchrl_jax.text import tokenizer
 
 TRAJECTORIES, BAR = 96, 1.5
@@ -101,22 +100,9 @@ class Side:
     return self._timed(batch(self.engine, self._rng))
 
   def multi(self) -> dict:
-    config = config_lib.base().rollout
-    config.group = 1
-    items = multiturn.questions(
-      TRAJECTORIES, seed=int(self._rng.integers(2**31))
-    )
-    return self._timed(
-      rollout(
-        items,
-        env=multiturn.ScriptedEnv(),
-        engine=self.engine,
-        source=multiturn.SlowSource(0.2),
-        config=config,
-        seed=0,
-        step=0,
-      )
-    )
+    seed = int(self._rng.integers(2**31))
+    items = multiturn.questions(TRAJECTORIES, seed)
+    return self._timed(multiturn.free(self.engine, items, seconds=0.2))
 
   def _timed(self, coroutine) -> dict:
     before = self.engine.stats()

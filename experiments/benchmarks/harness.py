@@ -5,8 +5,8 @@
 
 `run` defines the flags, refuses to start on a busy machine, measures the
 cases, writes the record (experiments/common.py) and prints the table. Sides of
-a comparison take `turns`. A side in torch is a `Peer`; one of ours that needs a
-process of its own runs `apart`.
+a comparison take `turns`. A side in torch is a `torch_peer`; one of ours that
+needs a process of its own runs `apart`.
 
 Exit status: 0 if everything was measured, whether the bars hold or not (the
 table says so). 2 if it cannot be measured, because the machine is busy, or
@@ -153,6 +153,17 @@ def better(speed: Mapping[str, float], peer: str = 'torch') -> str:
   return max((f'{peer}_{n}' for n in THREADS), key=speed.__getitem__)
 
 
+def against(speed: Mapping[str, float], unit: str, peer: str = 'torch') -> dict:
+  """Our speed (`jax`) beside that of the `better` peer."""
+  best = better(speed, peer)
+  return {
+    unit: speed['jax'],
+    f'{peer}_{unit}': speed[best],
+    f'{peer}_threads': int(best[-1]),
+    'ratio': speed['jax'] / speed[best],
+  }
+
+
 class Process:
   """A process that answers lines of JSON; a context manager.
 
@@ -196,29 +207,23 @@ class Process:
     self._process.wait()
 
 
-class Peer(Process):
+def torch_peer(
+  name: str, threads: int, env: Mapping[str, str] | None = None, **fields
+) -> Process:
   """A side in torch: a function of torch_peers.py, its arguments as fields."""
-
-  def __init__(
-    self,
-    name: str,
-    threads: int,
-    env: Mapping[str, str] | None = None,
-    **fields,
-  ):
-    python = str(common.ROOT / flags.FLAGS.peer_python)
-    fields = json.dumps(dict(fields, threads=threads))
-    env = {'HF_HUB_OFFLINE': '1'} | (env or {})
-    # -P: our files are no modules of its.
-    super().__init__([python, '-P', str(_TORCH), name, fields], env)
+  python = str(common.ROOT / flags.FLAGS.peer_python)
+  fields = json.dumps(dict(fields, threads=threads))
+  env = {'HF_HUB_OFFLINE': '1'} | (env or {})
+  # -P: our files are no modules of its.
+  return Process([python, '-P', str(_TORCH), name, fields], env)
 
 
 @contextlib.contextmanager
-def peers(name: str, **fields) -> Iterator[dict[str, Peer]]:
+def peers(name: str, **fields) -> Iterator[dict[str, Process]]:
   """The peer with one thread, `torch_1`, and with two, `torch_2`."""
   with contextlib.ExitStack() as stack:
     yield {
-      f'torch_{n}': stack.enter_context(Peer(name, n, **fields))
+      f'torch_{n}': stack.enter_context(torch_peer(name, n, **fields))
       for n in THREADS
     }
 

@@ -25,8 +25,8 @@ thread does meanwhile. Memory is the largest resident size of the step beyond
 that after the rollouts, when all trajectories are there.
 """
 
-import gzip
-import json
+from collections.abc import Iterator
+import contextlib
 import pathlib
 import tempfile
 import time
@@ -38,6 +38,7 @@ import numpy as np
 from configs import search_r1
 from experiments import common
 from experiments.benchmarks import harness, memory
+from retrieval import corpus as corpora
 from searchrl_jax.data import core as data
 from searchrl_jax.devices.signals import Loop
 from searchrl_jax.engines.core import Completion
@@ -63,11 +64,10 @@ def load_passages(folder: pathlib.Path | None) -> list[tuple[str, str]]:
   Of at most 100 words, as wiki-18 has them.
   """
   if folder is not None:
-    with gzip.open(folder / 'corpus.jsonl.gz', 'rt') as lines:
-      found = [json.loads(line)['contents'].split('\n', 1) for line in lines]
+    found = corpora.iter_documents(folder / 'corpus.jsonl.gz')
     return [
-      (title.strip('"'), ' '.join(words[at : at + 100]))
-      for title, text in found
+      (title, ' '.join(words[at : at + 100]))
+      for title, text in (corpora.split_contents(p.contents) for p in found)
       for words in [text.split()]
       for at in range(0, len(words), 100)
     ]
@@ -84,8 +84,8 @@ def load_passages(folder: pathlib.Path | None) -> list[tuple[str, str]]:
 class Script:
   """What the policy says, what is found, and what the trainer scores."""
 
-  def __init__(self, tok, template, passages, questions, group, seed=0):
-    rng = self._rng = np.random.default_rng(seed)
+  def __init__(self, tok, template, passages, questions, group):
+    rng = self._rng = np.random.default_rng(0)
     words = ' '.join(text for _, text in passages).split()
     ids = np.array(tok.encode(' '.join(words)), np.int32)
     self._passages = [
@@ -179,34 +179,34 @@ class Script:
 
 
 class Stages:
-  """CPU and wall seconds by name, and the peak of the resident memory."""
+  """CPU and wall seconds by name, and the peak of the resident memory.
+
+  Attributes:
+    rows: of each stage, in order; blocks of one name add up.
+  """
 
   def __init__(self):
-    self.rows = []
+    self.rows = {}
     memory.restart_peak()
 
-  def __call__(self, name: str, fn):
+  @contextlib.contextmanager
+  def __call__(self, name: str) -> Iterator[None]:
     wall, cpu = time.monotonic(), time.process_time()
-    out = fn()
-    self.rows.append(
-      {
-        'stage': name,
-        'cpu_seconds': time.process_time() - cpu,
-        'wall_seconds': time.monotonic() - wall,
-      }
-    )
-    return out
+    yield
+    blank = {'stage': name, 'cpu_seconds': 0.0, 'wall_seconds': 0.0}
+    row = self.rows.setdefault(name, blank)
+    row['cpu_seconds'] += time.process_time() - cpu
+    row['wall_seconds'] += time.monotonic() - wall
 
   def total(self, what: str) -> float:
-    return sum(row[what] for row in self.rows)
+    return sum(row[what] for row in self.rows.values())
 
 
 def step(config, env, tok, script, questions, writer, loop) -> dict:
   """One step, as searchrl_jax/train.py does it around the model."""
   stage = Stages()
-  groups, stats = stage(
-    'rollout',
-    lambda: loop.run(
+  with stage('rollout'):
+    groups, stats = loop.run(
       rollout(
         questions,
         env=env,
@@ -216,73 +216,49 @@ def step(config, env, tok, script, questions, writer, loop) -> dict:
         seed=0,
         step=0,
       )
-    ),
-  )
+    )
   held = memory.of('VmRSS')
-  reward = stage(
-    'reward',
-    lambda: loop.run(
-      rewards.combine(config.reward, groups, rewards.RewardContext(0, env, tok))
-    ),
-  )
-  batch = stage(
-    'batch',
-    lambda: batching.of_step(groups, reward, config, shards=1, seed=(0, 0)),
-  )
+  with stage('reward'):
+    context = rewards.RewardContext(0, env, tok)
+    reward = loop.run(rewards.combine(config.reward, groups, context))
+  with stage('batch'):
+    batch = batching.of_step(groups, reward, config, shards=1, seed=(0, 0))
   batches = batch.minibatches
   old = script.outputs(batches)
-  given = stage(
-    'credit',
-    lambda: credit.assign(
-      config,
-      batch,
-      old=old,
-      ref=[None] * len(batches),
-      values=None,
-      greedy=None,
-    ),
-  )
-  for mini in batches:
-    stage(
-      'advantages',
-      lambda mini=mini: batching.set_advantages(mini, given.advantages),
+  with stage('credit'):
+    ref = [None] * len(batches)
+    given = credit.assign(
+      config, batch, old=old, ref=ref, values=None, greedy=None
     )
-  metrics = stage(
-    'health',
-    lambda: {
+  for mini in batches:
+    with stage('advantages'):
+      batching.set_advantages(mini, given.advantages)
+  with stage('health'):
+    metrics = {
       **stats.metrics(),
       **health.signs(
         groups, env, batch.returns, reward.valid, match=config.eval.match
       ),
       **collector.staleness(groups, 0, 0),
-    },
-  )
-  stage(
-    'write',
-    lambda: (
-      writer.trajectories(
-        0,
-        groups,
-        reward,
-        kept=batch.kept,
-        advantages=given.advantages,
-        trainer_logps=batching.unpacked(batches, old, batch.masks),
-        every=config.log.trajectories_every,
-      ),
-      writer.write(0, metrics),
-    ),
-  )
-  waited = stage.total('wall_seconds') - stage.rows[0]['wall_seconds']
-  stage('background', writer.close)
+    }
+  with stage('write'):
+    writer.trajectories(
+      0,
+      groups,
+      reward,
+      kept=batch.kept,
+      advantages=given.advantages,
+      trainer_logps=batching.unpacked(batches, old, batch.masks),
+      every=config.log.trajectories_every,
+    )
+    writer.write(0, metrics)
+  waited = stage.total('wall_seconds') - stage.rows['rollout']['wall_seconds']
+  with stage('background'):
+    writer.close()
   tokens = sum(len(t) for t in batch.trajectories)
   files = writer.folder.glob('trajectories*/*')
-  rows = {}
-  for row in stage.rows:  # minibatches of a stage add up
-    have = rows.setdefault(row['stage'], dict(row))
-    if have != row:
-      have.update({k: have[k] + row[k] for k in row if k != 'stage'})
   return {
-    'stages': list(rows.values()),
+    'stages': list(stage.rows.values()),
     'trajectories': len(batch.trajectories),
     'tokens': tokens,
     'policy_tokens': sum(

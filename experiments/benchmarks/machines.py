@@ -84,17 +84,14 @@ def row(key: tuple) -> str:
   machine, size, tokens = key
   preset, text = machines.PRESETS[key], path(key).read_text()
 
-  def find(pattern, default='', where=text):
-    found = re.search(pattern, where, re.M)
+  def find(pattern, default=''):
+    found = re.search(pattern, text, re.M)
     return ' '.join(found.groups()) if found else default
 
   def program(name):
     return find(rf'^{name}: .* estimate ([\d,.]+ ms \(\w+\))', 'not compiled')
 
-  search = re.search(
-    r'^search: arguments ([\d.]+) GiB, temporary ([\d.]+) GiB', text, re.M
-  )
-  index = sum(map(float, search.groups())) if search else 0.0
+  index = find(r'^search: arguments ([\d.]+) GiB, temporary ([\d.]+) GiB')
   missed: dict[str, None] = {}
   for what, found in re.findall(r' MISSED  (.*): (.*)', text):
     value = f' {found}' if re.fullmatch(r'[\d.]+', found) else ''
@@ -114,7 +111,7 @@ def row(key: tuple) -> str:
     '{} of {} GiB'.format(*memory.split()) if memory else 'not known',
     program(f'accumulate/{tokens}'),
     program('decode'),
-    f'{index:.1f} GiB' if index else 'not compiled',
+    f'{sum(map(float, index.split())):.1f} GiB' if index else 'not compiled',
     ', '.join(missed) or ('none' if memory else 'not known'),
   ]
   return f'| {" | ".join(columns)} |'

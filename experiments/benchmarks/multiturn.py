@@ -60,14 +60,13 @@ SECONDS = 0.5  # a search takes half to one and a half times as long
 @dataclasses.dataclass(frozen=True)
 class State:
   question: Question
-  role: str = 'solver'
   turn: int = 0
   length: int = PROMPT
   segments: tuple = ()
 
   @property
   def name(self) -> str:
-    return f'{self.question.id}/{self.role}'
+    return f'{self.question.id}/solver'
 
 
 class ScriptedEnv:
@@ -106,7 +105,7 @@ class SlowSource:
   mean: seconds; between half of it and one and a half times as long.
   """
 
-  def __init__(self, mean: float = SECONDS):
+  def __init__(self, mean: float):
     self._mean = mean
 
   async def search(self, requests, one: bool = False):
@@ -142,54 +141,48 @@ def questions(count: int, seed: int) -> list[Question]:
   return [one(i) for i in range(count)]
 
 
-def free(engine, items, concurrency: int = 0) -> None:
-  """`rollout`: no barrier."""
+def free(engine, items, concurrency: int = 0, seconds: float = SECONDS):
+  """`rollout`, to be awaited: no barrier. seconds: of a search."""
   config = config_lib.base().rollout
   config.group, config.concurrency = 1, concurrency
-  asyncio.run(
-    rollout(
-      items, env=ScriptedEnv(), engine=engine, source=SlowSource(),
-      config=config, seed=0, step=0,
-    )
+  return rollout(
+    items, env=ScriptedEnv(), engine=engine, source=SlowSource(seconds),
+    config=config, seed=0, step=0,
   )  # fmt: skip
 
 
-def barrier(engine, items, one: bool) -> None:
+async def barrier(engine, items, one: bool) -> None:
   """All generate, all search, all go on."""
-  env, source = ScriptedEnv(), SlowSource()
+  env, source = ScriptedEnv(), SlowSource(SECONDS)
 
   async def turn(handle, action):
     if action.append:
       engine.append(handle, action.append)
     return await engine.generate(handle, Sampling(action.max_tokens))
 
-  async def main():
-    rows = []
-    for item in items:
-      state, action = env.reset(item, 'solver')
-      handle = engine.open(action.prompt)
-      rows.append((state, action, handle, f'{state.name}/0'))
-    while rows:
-      events = await asyncio.gather(*(turn(h, a) for _, a, h, _ in rows))
-      searching, requests = [], []
-      for (state, _, handle, name), event in zip(rows, events, strict=True):
-        state, action = env.step(state, event)
-        if isinstance(action, Done):
-          engine.close(handle)
-          continue
-        searching.append((state, handle, name))
-        requests += [
-          dataclasses.replace(r, trajectory=name) for r in action.requests
-        ]
-      if not searching:
-        return
-      found = await source.search(requests, one)
-      rows = [
-        (*env.step(state, [answer]), handle, name)
-        for (state, handle, name), answer in zip(searching, found, strict=True)
-      ]
-
-  asyncio.run(main())
+  rows = []
+  for item in items:
+    state, action = env.reset(item, 'solver')
+    rows.append((state, action, engine.open(action.prompt)))
+  while rows:
+    events = await asyncio.gather(*(turn(h, a) for _, a, h in rows))
+    searching, requests = [], []
+    for (state, _, handle), event in zip(rows, events, strict=True):
+      state, action = env.step(state, event)
+      if isinstance(action, Done):
+        engine.close(handle)
+        continue
+      searching.append((state, handle))
+      (request,) = action.requests
+      name = f'{state.name}/0'
+      requests.append(dataclasses.replace(request, trajectory=name))
+    if not searching:
+      return
+    found = await source.search(requests, one)
+    rows = [
+      (*env.step(state, [answer]), handle)
+      for (state, handle), answer in zip(searching, found, strict=True)
+    ]
 
 
 def make_engine(slots: int, host_gib: float = 1.0) -> tuple[JaxEngine, dict]:
@@ -217,19 +210,14 @@ def timed(name: str, engine, items) -> dict[str, float]:
   """One repetition: trajectories/s and what the engine counted meanwhile."""
   before = engine.stats()
   begin = time.monotonic()
-  DRIVERS[name](engine, items)
+  asyncio.run(DRIVERS[name](engine, items))
   seconds = time.monotonic() - begin
   after = engine.stats()
-  counted = (
-    'generated_tokens',
-    'recomputed_tokens',
-    'evictions',
-    'decode_steps',
-  )
+  counted = 'generated_tokens recomputed_tokens evictions decode_steps'
   return {
     'seconds': seconds,
     'trajectories_per_s': len(items) / seconds,
-    **{k: after[k] - before[k] for k in counted},
+    **{k: after[k] - before[k] for k in counted.split()},
     'host_bytes': after['host_bytes'],  # the most so far, of all repetitions
   }
 

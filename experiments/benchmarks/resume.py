@@ -17,22 +17,23 @@ import subprocess
 import tempfile
 import threading
 
-import jax
-import numpy as np
-
 from experiments import common
 from experiments.benchmarks import harness
 from retrieval import process
 from searchrl_jax import train
-from searchrl_jax.learn import objectives, optim, update
-from searchrl_jax.models import parameters
+from searchrl_jax.learn import update
 from searchrl_jax.rollout import collector
-from searchrl_jax.run import build
 from searchrl_jax.store import checkpoint, records
 from searchrl_jax.worlds import microworld
 from tests import tiny
 
-PLACES = ('update', 'save', 'rollout')
+# Whose function, its name, which of its calls, and the seconds after which the
+# process is killed: the call has begun its work, and all of them take longer.
+PLACES = {
+  'update': (update.Updater, 'step', 3, 0.001),
+  'save': (checkpoint.Checkpointer, 'save', 2, 0.01),
+  'rollout': (collector, 'rollout', 3, 0.005),
+}
 
 
 def doomed(place: str, folder: str, url: str) -> None:
@@ -41,12 +42,7 @@ def doomed(place: str, folder: str, url: str) -> None:
   config.train.steps = 4
   mark = pathlib.Path(folder).with_suffix('.killed')
   if place and not mark.exists():
-    # The delay lets the call begin its work; all of them take longer.
-    owner, name, nth, delay = {
-      'update': (update.Updater, 'step', 3, 0.001),
-      'save': (checkpoint.Checkpointer, 'save', 2, 0.01),
-      'rollout': (collector, 'rollout', 3, 0.005),
-    }[place]
+    owner, name, nth, delay = PLACES[place]
     real, calls = getattr(owner, name), itertools.count(1)
 
     def die():
@@ -64,25 +60,10 @@ def doomed(place: str, folder: str, url: str) -> None:
 
 def digest(folder: str) -> dict[str, str]:
   """Hashes of the final state and of everything that was sampled."""
-  config = tiny.config()
-  tok = build.tokenizer(config, folder)
-  cfg = parameters.model_config(config, tok.vocab_size)
-  mesh = build.mesh(config)
-  params = parameters.initial(config, cfg, mesh)
-  updater = update.Updater(
-    cfg,
-    config.batch,
-    temperature=1.0,
-    mesh=mesh,
-    tx=optim.make(config.optim, 4),
-    objective=objectives.policy(config),
-  )
-  saved = checkpoint.of_run(config, folder).restore(
-    {'state': updater.init(params)}, 'latest', fingerprint=None, partial=True
-  )
-  state = hashlib.sha256()
-  for leaf in jax.tree.leaves(saved.state):
-    state.update(np.asarray(leaf).tobytes())
+  saved = checkpoint.of_run(tiny.config(), folder)
+  step, state = saved.latest(), hashlib.sha256()
+  for value in common.stored(saved.folder / f'{step:08d}').values():
+    state.update(value.tobytes())
   sampled = hashlib.sha256()
   for record in records.read(pathlib.Path(folder) / 'trajectories'):
     t = record.trajectory
@@ -91,7 +72,7 @@ def digest(folder: str) -> dict[str, str]:
       sampled.update(s.ids.tobytes())
       sampled.update(b'' if s.logps is None else s.logps.tobytes())
   return {
-    'step': saved.step,
+    'step': step,
     'state': state.hexdigest(),
     'sampled': sampled.hexdigest(),
   }

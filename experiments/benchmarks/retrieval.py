@@ -192,17 +192,8 @@ def encoders(model: str, encoder: Encoder, questions, corpus) -> list[dict]:
       turns = harness.turns({name: turn}, warm=2)[name]
       seconds = {side: [t[side] for t in turns] for side in turns[0]}
       speed = {s: size / statistics.median(v) for s, v in seconds.items()}
-      best = harness.better(speed)
-      rows.append(
-        {
-          'case': name,
-          'texts_per_s': speed['jax'],
-          'torch_texts_per_s': speed[best],
-          'torch_threads': int(best[-1]),
-          'ratio': speed['jax'] / speed[best],
-          'seconds': seconds,
-        }
-      )
+      figures = harness.against(speed, 'texts_per_s')
+      rows.append({'case': name, **figures, 'seconds': seconds})
   return rows
 
 
@@ -225,15 +216,8 @@ def exact(folder, encoder, questions) -> dict:
   }
   seconds = harness.turns(sides, warm=1, each=4)
   speed = {k: len(q) / statistics.median(v) for k, v in seconds.items()}
-  best = harness.better(speed, 'faiss')
-  return {
-    'case': 'exact search',
-    'queries_per_s': speed['jax'],
-    'faiss_queries_per_s': speed[best],
-    'faiss_threads': int(best[-1]),
-    'ratio': speed['jax'] / speed[best],
-    'seconds': seconds,
-  }
+  figures = harness.against(speed, 'queries_per_s', 'faiss')
+  return {'case': 'exact search', **figures, 'seconds': seconds}
 
 
 def precisions(folder, encoder, nq) -> list[dict]:

@@ -13,8 +13,8 @@ kernel over the corpus uses. What is arithmetic, and marked `estimate`:
 """
 # ruff: noqa: E402
 
-import glob
 import os
+import pathlib
 import re
 import subprocess
 import sys
@@ -58,23 +58,20 @@ _CANDIDATES = {3: 16, 100: 256}  # as DenseJax keeps them; int8: 64
 
 def kernel() -> dict:
   """What ptxas says of the kernel over the corpus that was dumped last."""
-  ptxas = next(glob.iglob(f'{sys.prefix}/**/bin/ptxas', recursive=True), None)
-  ptx = [
-    p
-    for p in glob.glob(f'{_DUMP.name}/*.ptx')
-    if '.entry kernel(' in open(p).read()
-  ]
+  ptxas = next(pathlib.Path(sys.prefix).glob('**/bin/ptxas'), None)
+  dump = pathlib.Path(_DUMP.name)
+  ptx = [p for p in dump.glob('*.ptx') if '.entry kernel(' in p.read_text()]
   if not ptxas or len(ptx) != 1:
     return {}
-  code = open(ptx[0]).read()
+  code = ptx[0].read_text()
   said = subprocess.run(
     [ptxas, '-v', '-arch=sm_90a', ptx[0], '-o', os.devnull],
     capture_output=True,
     text=True,
     check=True,
   ).stderr
-  (thunks,) = glob.glob(f'{_DUMP.name}/*thunk_sequence.txt')
-  shared = re.search(r' kernel grid.*shared_memory: (\d+)', open(thunks).read())
+  (thunks,) = dump.glob('*thunk_sequence.txt')
+  shared = re.search(r' kernel grid.*shared_memory: (\d+)', thunks.read_text())
   return {
     'wgmma': code.count('wgmma.mma_async'),
     'registers': int(re.search(r'Used (\d+) registers', said)[1]),
@@ -87,8 +84,8 @@ def case(mesh: Mesh, precision: str, queries: int, k: int) -> dict:
   P, D = _PASSAGES.value, _DIM.value
   plan = Programs(P, D, mesh, precision)
   c = 64 if precision == 'int8' else _CANDIDATES[k]
-  for path in glob.glob(f'{_DUMP.name}/*'):
-    os.unlink(path)
+  for path in pathlib.Path(_DUMP.name).iterdir():
+    path.unlink()
   begun = time.perf_counter()
   compiled = (
     jax.jit(plan.search, static_argnums=2)

@@ -16,8 +16,7 @@ that of `bare`; `host` is the share of a batch in which the device is idle.
 """
 
 import asyncio
-from collections.abc import Coroutine
-import functools
+from collections.abc import Callable, Coroutine
 import statistics
 import time
 
@@ -92,35 +91,29 @@ class Ours:
     return stats['seconds_prefill'] + stats['seconds_decode']
 
 
-class Bare:
-  """The products of matrices of NEW steps, and little else."""
+def bare(cfg: decoder.DecoderConfig) -> Callable[[], float]:
+  """Times the products of matrices of NEW steps, and little else."""
+  weights = decode.load(decoder.init_params(cfg, jax.random.key(0)), cfg)
+  caches = kv.make(cfg, ROWS, PROMPT + NEW)
+  last = np.full((ROWS, 1), PROMPT + NEW - 1)
+  x = jnp.zeros((ROWS, 1, cfg.d_model))
 
-  def __init__(self, cfg: decoder.DecoderConfig):
-    weights = decode.load(decoder.init_params(cfg, jax.random.key(0)), cfg)
-    caches = kv.make(cfg, ROWS, PROMPT + NEW)
-    last = np.full((ROWS, 1), PROMPT + NEW - 1)
+  @jax.jit
+  def loop(weights, caches, x):
+    def step(_, x):
+      for p, cache in zip(weights['layers'], caches):
+        q, k, v = (decoder.dense(x, p[name]) for name in 'qkv')
+        o = kv.attend(cfg, q, *cache, last)
+        o = o + jnp.repeat(k + v, cfg.n_heads // cfg.n_kv_heads, 2)
+        x = x + decoder.dense(o, p['o'], 2)
+        h = decoder.dense(x, p['gate']) * decoder.dense(x, p['up'])
+        x = x + decoder.dense(h, p['down'])
+      return x + decoder.logits(weights, cfg, x)[..., : cfg.d_model]
 
-    @jax.jit
-    def loop(weights, caches, x):
-      def step(_, x):
-        for p, cache in zip(weights['layers'], caches):
-          q, k, v = (decoder.dense(x, p[name]) for name in 'qkv')
-          o = kv.attend(cfg, q, *cache, last)
-          o = o + jnp.repeat(k + v, cfg.n_heads // cfg.n_kv_heads, 2)
-          x = x + decoder.dense(o, p['o'], 2)
-          h = decoder.dense(x, p['gate']) * decoder.dense(x, p['up'])
-          x = x + decoder.dense(h, p['down'])
-        return x + decoder.logits(weights, cfg, x)[..., : cfg.d_model]
+    return jax.lax.fori_loop(0, NEW, step, x)
 
-      return jax.lax.fori_loop(0, NEW, step, x)
-
-    x = jnp.zeros((ROWS, 1, cfg.d_model))
-    self._loop = functools.partial(loop, weights, caches, x)
-
-  def __call__(self) -> float:
-    start = time.perf_counter()
-    self._loop().block_until_ready()
-    return time.perf_counter() - start
+  run = lambda: loop(weights, caches, x).block_until_ready()
+  return lambda: harness.seconds(run)
 
 
 def measure(size: str) -> list[dict]:
@@ -128,7 +121,7 @@ def measure(size: str) -> list[dict]:
   fields = dict(model=models.SIZES[size], rows=ROWS, prompt=PROMPT, new=NEW)
   with harness.peers('generate', **fields) as peers:
     ours = Ours(cfg)
-    sides = {'jax': ours, 'bare': Bare(cfg), **peers}
+    sides = {'jax': ours, 'bare': bare(cfg), **peers}
     seconds = harness.turns(sides, warm=WARM)
     about = peers['torch_1'].about
   speed = {k: ROWS * NEW / statistics.median(v) for k, v in seconds.items()}

@@ -253,7 +253,6 @@ def plan(
     count: passages of the larger run.
   """
   at = {line['what']: line['at_21M'] for line in lines}
-  basis = f'{count // 4:,} and {count:,} passages'
 
   def row(name: str, step: str, seconds: str, served: float) -> dict:
     return {
@@ -263,7 +262,7 @@ def plan(
       'memory_GB': at[f'{step} peak_bytes'] / 1e9,
       'served_GB': served / 1e9,
       'hours': at[f'{step} {seconds}'] / 3600,
-      'from': basis,
+      'from': f'{count // 4:,} and {count:,} passages',
     }
 
   def resident(name: str, size: int) -> dict:
@@ -273,7 +272,6 @@ def plan(
       'from': 'its shapes, on the device; reads vectors',
     }
 
-  written = row('vectors, float16', 'vectors', 'work_s', 0)
   encoded = {
     'step': 'vectors, encoded by e5-base on this CPU',
     'memory_GB': encoding['peak_bytes'] / 1e9,
@@ -300,14 +298,13 @@ def plan(
     row('store', 'store', 'seconds', 0),
     row('bm25', 'bm25', 'seconds', at['bm25 disk_bytes']),
     encoded,
-    written,
+    row('vectors, float16', 'vectors', 'work_s', 0),
     row('dense_faiss Flat', 'flat', 'work_s', at['flat disk_bytes']),
     row(f'dense_faiss {_IVF}', 'ivf', 'work_s', at['ivf disk_bytes']),
     in_memory,
     resident('bfloat16', WIKI * generated.DIM * 2),
-    resident(
-      'int8', WIKI * (generated.DIM + 4)
-    ),  # and a float32 scale for each
+    # Beside each, a float32 scale.
+    resident('int8', WIKI * (generated.DIM + 4)),
   ]
 
 

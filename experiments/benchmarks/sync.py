@@ -89,12 +89,11 @@ class Server:
     done = self._http.post(path, json=body, params=query)
     if done.status_code != 200:
       raise SystemExit(f'{path}: {done.status_code} {done.text}')
-    is_json = 'json' in done.headers.get('content-type', '')
-    return done.json() if is_json else {}
+    return done
 
   def rpc(self, method: str, *args):
     body = {'method': method, 'args': args}
-    return self.post('/collective_rpc', body)['results']
+    return self.post('/collective_rpc', body).json()['results']
 
 
 def once(publisher, server: Server, params, version: int, rank: int) -> dict:
@@ -120,7 +119,7 @@ def once(publisher, server: Server, params, version: int, rank: int) -> dict:
   else:
     server.rpc('searchrl_load', str(done.path))
   lap('load')
-  if not server.post('/reset_prefix_cache')['success']:
+  if not server.post('/reset_prefix_cache').json()['success']:
     raise SystemExit('the server did not drop its prefix cache')
   server.post('/update_weight_version', {'new_version': str(version)})
   lap('reset')

@@ -1,4 +1,4 @@
-"""The peers in torch, on CPU; `harness.Peer` starts them.
+"""The peers in torch, on CPU; `harness.torch_peer` starts them.
 
     .venv-parity/bin/python torch_peers.py NAME FIELDS
 

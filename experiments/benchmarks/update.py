@@ -110,7 +110,7 @@ def ours(case: dict) -> dict:
 def torch(case: dict, threads: int) -> dict:
   """The peer's turn."""
   env = HUGE_PAGES if _PEER_HUGE_PAGES.value else {}
-  with harness.Peer('update', threads, env, **case) as peer:
+  with harness.torch_peer('update', threads, env, **case) as peer:
     return peer(WARM + case['updates'])
 
 
@@ -133,10 +133,7 @@ def measure(name: str) -> list[dict]:
   peer = harness.better(speed)
   row = {
     'case': name,
-    'tokens_per_s': speed['jax'],
-    'torch_tokens_per_s': speed[peer],
-    'torch_threads': int(peer[-1]),
-    'ratio': speed['jax'] / speed[peer],
+    **harness.against(speed, 'tokens_per_s'),
     'peak_mb': peak['jax'] / 1e6,
     'torch_peak_mb': peak[peer] / 1e6,
     'memory_ratio': peak['jax'] / peak[peer],

@@ -21,11 +21,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from typing import Any, NoReturn
 
 from absl import app, flags
 import jax
-import numpy as np
 
+from experiments import common
 from retrieval import process
 from searchrl_jax.store import checkpoint, records
 from searchrl_jax.worlds import microworld
@@ -65,6 +66,13 @@ def until(condition, processes, seconds: float) -> bool:
   return False
 
 
+def fail(processes, message: str) -> NoReturn:
+  """Prints the ends of the logs of all processes, and exits."""
+  for rank in range(COUNT):
+    print(f'-- process {rank}:\n{processes.said(rank)[-6000:]}')
+  sys.exit(message)
+
+
 def ended(processes, seconds: float) -> list[int]:
   """The exit statuses.
 
@@ -78,9 +86,7 @@ def ended(processes, seconds: float) -> list[int]:
     for rank in hanging:
       processes.send(rank, signal.SIGABRT)  # faulthandler prints the stacks
     time.sleep(2)
-    for rank in range(COUNT):
-      print(f'-- process {rank}:\n{processes.said(rank)[-6000:]}')
-    sys.exit(f'processes {hanging} did not end within {seconds:.0f} s')
+    fail(processes, f'processes {hanging} did not end within {seconds:.0f} s')
 
 
 def saved(folder: pathlib.Path) -> int:
@@ -107,8 +113,7 @@ def a_round(folder: pathlib.Path, url: str, draw: random.Random) -> str:
       lambda: False, processes, share * (1.5 if in_steps else 10)
     )
     if not all(p.poll() is None for p in processes.running):
-      print(processes.said(0)[-2000:], processes.said(1)[-2000:])
-      sys.exit(f'ended by itself: {ended(processes, LIMIT_S)}')
+      fail(processes, f'ended by itself: {ended(processes, LIMIT_S)}')
     at = time.monotonic()
     processes.send(rank, number)
     statuses = ended(processes, LIMIT_S)
@@ -118,9 +123,8 @@ def a_round(folder: pathlib.Path, url: str, draw: random.Random) -> str:
     else:
       good = statuses == [143] * COUNT
     if not good:
-      for i in range(COUNT):
-        print(f'-- process {i}:\n{processes.said(i)[-3000:]}')
-      sys.exit(f'{number.name} to process {rank}: exit statuses {statuses}')
+      what = f'{number.name} to process {rank}: exit statuses {statuses}'
+      fail(processes, what)
   after = saved(folder)
   if after < before:
     sys.exit(f'the run went back from step {before} to {after}')
@@ -131,18 +135,10 @@ def a_round(folder: pathlib.Path, url: str, draw: random.Random) -> str:
   )
 
 
-def arrays(folder: pathlib.Path) -> dict[str, np.ndarray]:
+def arrays(folder: pathlib.Path) -> dict[str, Any]:
   """Every array of the last checkpoint, as it was stored."""
-  import tensorstore as ts
-
-  path = folder / 'run' / records.CHECKPOINTS / f'{saved(folder):08d}'
-  found = {}
-  for leaf in sorted((path / 'arrays').iterdir()):
-    if (leaf / '.zarray').exists():
-      store = {'driver': 'file', 'path': str(leaf)}
-      spec = {'driver': 'zarr', 'kvstore': store}
-      found[leaf.name] = np.asarray(ts.open(spec).result().read().result())
-  return found
+  path = folder / 'run' / records.CHECKPOINTS
+  return common.stored(path / f'{saved(folder):08d}')
 
 
 def metrics_of(folder: pathlib.Path) -> list[dict]:
@@ -186,7 +182,7 @@ def complete(folder: pathlib.Path, url: str) -> None:
   with launch.train(COUNT, folder, url, steps=_STEPS.value) as processes:
     statuses = ended(processes, START_S)
     if any(statuses):
-      sys.exit(f'exit statuses {statuses}: {processes.said(0)[-3000:]}')
+      fail(processes, f'exit statuses {statuses}')
 
 
 def main(argv) -> None:

@@ -74,11 +74,11 @@ def load(
   place = str(pathlib.Path(folder) / corpus)
   if gold:
     every = questions.texts(place)
-    known = {
-      q.id: next((p for p in q.supporting if p in every), '') for q in asked
-    }
-    return [behind(q, every.get(known[q.id], '')) for q in asked]
-  return [behind(q, x) for q, x in zip(asked, questions.best(asked, place))]
+    given = ([every[p] for p in q.supporting if p in every] for q in asked)
+    found = [next(iter(own), '') for own in given]
+  else:
+    found = questions.best(asked, place)
+  return list(map(behind, asked, found))
 
 
 def traces(
@@ -102,9 +102,7 @@ def traces(
   raise DataError(f'n={n}: the passages of {path} show {len(out)} answers')
 
 
-def few_shot(
-  folder: str, out: pathlib.Path, shots: int, passage: bool, seed: int = 0
-) -> pathlib.Path:
+def few_shot(folder: str, out: pathlib.Path, shots: int, passage: bool) -> None:
   """Writes a template whose prompt shows questions of the training file.
 
   Args:
@@ -112,19 +110,16 @@ def few_shot(
     out: the JSON file.
     shots: examples, whose passage holds a short answer.
     passage: whether they, and the question, stand behind a passage.
-    seed: of the draw.
   """
   path = str(pathlib.Path(folder) / 'qa_train.jsonl.gz')
   module = load if passage else questions.load
   asked = {q.id: q for q in module(path, folder, part='train', short=True)}
   if passage:  # only those whose passage shows an answer
     asked = {i: q for i, q in asked.items() if answer_in_passage(q)}
-  ids = np.random.default_rng(seed).permutation(sorted(asked))[:shots]
+  ids = np.random.default_rng(0).permutation(sorted(asked))[:shots]
   text = ''
   for q in map(asked.get, ids):
-    answer = min(q.answers, key=len)
-    if passage:
-      answer = answer_in_passage(q)
+    answer = answer_in_passage(q) if passage else min(q.answers, key=len)
     question = q.text.strip() + '?' * (not q.text.strip().endswith('?'))
     text += f'{"" if passage else "Question: "}{question}\nAnswer: {answer}\n\n'
   text += '{question}\n' if passage else 'Question: {question}\n'
@@ -135,7 +130,6 @@ def few_shot(
     'stops': ['</search>', '\n'],
   }
   records.write_json(out, template)
-  return out
 
 
 class Gold(Source):

@@ -24,6 +24,7 @@ from searchrl_jax import lookup, prune, schema
 from searchrl_jax.data import core as data
 from searchrl_jax.models import gguf, pretrained
 from searchrl_jax.run import command
+from searchrl_jax.store import folders
 
 HALVES = 'a.safetensors', 'b.safetensors'
 DATA = 'corpus.jsonl.gz', 'qa_train.jsonl.gz', 'qa_dev.jsonl.gz'
@@ -52,29 +53,27 @@ def pack(
   lookup.require(not out.exists(), f'{out} exists; remove it')
   ids = np.array(json.loads((small / prune.KEPT).read_text())['ids'])
   _, tensors = gguf.read(pathlib.Path(file))
-  rows, sizes = gguf.EMBEDDING, [0, 0]
+  sizes = [0, 0]
   halves: tuple[dict[str, np.ndarray], ...] = ({}, {})
-  kinds: dict[str, str] = {}
+  kinds: tuple[dict[str, str], ...] = ({}, {})
   for name, tensor in sorted(tensors.items(), key=lambda x: -x[1].n_bytes):
     raw = np.asarray(tensor.data)
-    raw = raw[ids] if name == rows else raw
-    kinds[name] = json.dumps([int(tensor.tensor_type), str(raw.dtype)])
+    raw = raw[ids] if name == gguf.EMBEDDING else raw
     half = int(sizes[1] < sizes[0])
+    kinds[half][name] = json.dumps([int(tensor.tensor_type), str(raw.dtype)])
     halves[half][name] = np.ascontiguousarray(raw).view(np.uint8)
     sizes[half] += raw.nbytes
-  part = out.with_name(f'.{out.name}.part')
-  shutil.rmtree(part, ignore_errors=True)
-  shutil.copytree(
-    small, part / _MODEL, ignore=shutil.ignore_patterns('*.safetensors')
-  )
-  for name, own in zip(HALVES, halves):
-    about = {key: kinds[key] for key in own}
-    safetensors.numpy.save_file(own, part / name, about)
-  for name in DATA:
-    shutil.copy(pathlib.Path(folder) / name, part / name)
-  if closed_book:
-    shutil.copy(closed_book, part / CLOSED_BOOK)
-  part.rename(out)
+  with folders.beside(out) as part:
+    shutil.copytree(
+      small, part / _MODEL, ignore=shutil.ignore_patterns('*.safetensors')
+    )
+    for name, own, about in zip(HALVES, halves, kinds):
+      safetensors.numpy.save_file(own, part / name, about)
+    for name in DATA:
+      shutil.copy(pathlib.Path(folder) / name, part / name)
+    if closed_book:
+      shutil.copy(closed_book, part / CLOSED_BOOK)
+    part.rename(out)
 
 
 def unpack(folder: pathlib.Path, out: pathlib.Path) -> None:
@@ -116,11 +115,7 @@ def main():
     small = pathlib.Path(_SMALL.value)
     out = pathlib.Path(_PACK.value)
     pack(_GGUF.value, small, folder, out, _CLOSED_BOOK.value)
-    size = sum(
-      x.stat().st_size
-      for x in pathlib.Path(_PACK.value).rglob('*')
-      if x.is_file()
-    )
+    size = sum(x.stat().st_size for x in out.rglob('*') if x.is_file())
     print(f'{_PACK.value}: {size / 1e6:.0f} MB')
   if _UNPACK.value:
     unpack(pathlib.Path(_UNPACK.value), pathlib.Path(_OUT.value))

@@ -20,7 +20,6 @@ from searchrl_jax import lookup
 from searchrl_jax.run import command
 from searchrl_jax.store import records
 
-CONFIG = 'configs/gemma.py'
 # A CPU tries the commands with these.
 TRY = (
   'rollout.questions=2 rollout.group=4 train.steps=2 eval.questions=8 '
@@ -31,9 +30,10 @@ TRY = (
 
 def main():
   begin = time.monotonic()
-  out, carried = pathlib.Path(_OUT.value).resolve(), _CARRIED.value
+  out = pathlib.Path(_OUT.value).resolve()
+  carried = pathlib.Path(_CARRIED.value).resolve()
   out.mkdir(parents=True, exist_ok=True)
-  os.environ['SEARCHRL_DATA'] = str(pathlib.Path(carried).resolve())
+  os.environ['SEARCHRL_DATA'] = str(carried)
   os.environ.setdefault('JAX_COMPILATION_CACHE_DIR', str(out / 'programs'))
   # Fewer kernels to measure, so that a warm start takes 50 s instead of 150 s
   # (docs/gpu.md; on two kinds of GPU).
@@ -56,8 +56,7 @@ def main():
         f'{stage}: exit status {status}; what it had is in {out}'
       )
 
-  start, book = _START.value, pathlib.Path(carried).resolve()
-  book /= carry.CLOSED_BOOK
+  start, book = _START.value, carried / carry.CLOSED_BOOK
   lookup.require(
     start == 'good' or book.is_file(),
     f'--start={start} needs {book}: pack it with --closed_book (carry)',
@@ -65,9 +64,9 @@ def main():
   model = out / 'model'
   if not model.exists():
     started = time.monotonic()
-    carry.unpack(pathlib.Path(carried), model)
+    carry.unpack(carried, model)
     seconds['unpack'] = time.monotonic() - started
-  config = f'{CONFIG}:model={model},machine=gpu,start={start}'
+  config = f'configs/gemma.py:model={model},machine=gpu,start={start}'
   config += f',closed_book={book}'
   small = [f'--config.{field}' for field in TRY] if _SMALL.value else []
   warm, run_ = out / start, out / 'grpo'

@@ -14,7 +14,7 @@ import zlib
 
 import numpy as np
 
-from experiments.search_r1.wiki_traces import content_words
+from experiments.search_r1.wiki_traces import content_words, query_of
 from retrieval import corpus as passages
 from retrieval.index import bm25
 from searchrl_jax.data import jsonl
@@ -24,7 +24,6 @@ from searchrl_jax.types import Passage, Question
 
 TUNE = 12  # one of so many questions of the training file is for tuning
 WORDS, EARLY = 5, 60  # of an answer; words of a passage that hold it
-_QUERY_WORDS = 0.3  # share of good queries without the question's stop words
 
 
 read_corpus = functools.lru_cache(maxsize=2)(passages.read_corpus)
@@ -181,7 +180,7 @@ def traces(
       actions = answer and [('answer', answer)]
     else:
       words = [poor_query(question, rng)] if kind == 'poor' else []
-      queries = [*words, query(question, rng)]
+      queries = [*words, query_of(question, rng)]
       actions = attempt(question, queries, search, k, read)
     if actions:
       out.append(Trace(question, tuple(actions), good=kind == 'good'))
@@ -202,13 +201,6 @@ def answers(closed_book: str) -> dict[str, str]:
       'it (made/closed_book.jsonl)'
     )
   return {r['id']: r['answer'] for _, r in jsonl.read(closed_book)}
-
-
-def query(question: Question, rng: np.random.Generator) -> str:
-  words = content_words(question.text)
-  if words and rng.random() < _QUERY_WORDS:
-    return ' '.join(words)
-  return question.text.rstrip(' ?')
 
 
 def poor_query(question: Question, rng: np.random.Generator) -> str:

@@ -112,10 +112,8 @@ def entries(arm: core.Arm, case: str, name: str, folder, short) -> list[dict]:
         entry |= {'n': found.n} if score == 'em' else {}
         entry[score] = None if np.isnan(found.mean) else round(found.mean, 4)
         if score in ('em', 'f1'):
-          entry[f'{score}_interval'] = [
-            round(found.low, 4),
-            round(found.high, 4),
-          ]
+          ends = [round(found.low, 4), round(found.high, 4)]
+          entry[f'{score}_interval'] = ends
       if f'{label}/pass@8' in values and ids is None:
         entry['pass@8'] = values[f'{label}/pass@8']
       entry['steps'] = done['config']['train']['steps'] if arm.train else 0
@@ -155,14 +153,12 @@ def judge(gains: Sequence[dict], arms: Sequence[dict]) -> list[dict]:
   """
   out = []
 
-  def missing(name: str, bar: float) -> None:
-    out.append({'name': name, 'value': None, 'bar': bar, 'holds': False})
-
   def above(name: str, found: Mapping[str, Any] | None, bar: float) -> None:
-    if found is None:
-      return missing(name, bar)
-    (low, _), judged = found['interval'], common.bar(name, found['gain'], bar)
-    out.append(judged | {'low': low, 'holds': judged['holds'] and low > 0})
+    judged = common.bar(name, found and found['gain'], bar)
+    if found:
+      low, _ = found['interval']
+      judged |= {'low': low, 'holds': judged['holds'] and low > 0}
+    out.append(judged)
 
   known = {
     (g['arm'], g['start'], g['evaluation']): g
@@ -181,11 +177,9 @@ def judge(gains: Sequence[dict], arms: Sequence[dict]) -> list[dict]:
       for a in arms
       if (a['evaluation'], a['set']) == (control, 'dev') and a['arm'] in TRAINED
     }
+    most = max(found.values()) if len(found) == len(TRAINED) else None
     name = f'{control}: exact match'
-    if len(found) == len(TRAINED):
-      out.append(common.bar(name, max(found.values()), BLIND, at_most=True))
-    else:
-      missing(name, BLIND)
+    out.append(common.bar(name, most, BLIND, at_most=True))
   return out
 
 

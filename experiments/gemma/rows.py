@@ -88,10 +88,8 @@ GOLD = {'source.module': f'{MODULE}.baselines'}
 # pass@8 of 200 questions at the rollouts' temperature.
 PASS = ROLLOUTS | {'eval.n': 8, 'eval.k': (1, 8)}
 POLICY = {'after': on('dev'), 'sampled': on('dev', ROLLOUTS)}
-WHOLE = POLICY | {'gold': on('dev', GOLD), 'pass': on('dev', PASS, n=200)}
-TRANSFER = {name: on(name) for name in ('hotpotqa', '2wiki', 'musique')}
-
-START = WHOLE | TRANSFER
+START = POLICY | {'gold': on('dev', GOLD), 'pass': on('dev', PASS, n=200)}
+START |= {name: on(name) for name in ('hotpotqa', '2wiki', 'musique')}
 # The first is what the table of a sweep shows.
 TTRL = {'after': on('rest'), 'asked': on('asked')}
 VOTE = {'asked': on('asked'), 'rest': on('rest')}
@@ -172,19 +170,17 @@ def get_sweep(arg=None):
     'env.max_turn_tokens': 48,
   }
   lora = {'model.lora.rank': 32, 'optim.lr': 2e-4}
-  starts = {
-    'good': rows.Start(config('good'), shared=True),
-    'hesitant': rows.Start(config('hesitant'), shared=True),
-    'own': rows.Start(own, shared=True),
+  good, hesitant = config('good'), config('hesitant')
+  readers = {n: functools.partial(reading, n) for n in READING}
+  longer = {
+    f'more_{start}_{n}': functools.partial(more, start, n)
+    for start, sizes in MORE.items()
+    for n in sizes
   }
-  for n in READING:
-    of = functools.partial(reading, n)
-    starts[f'reading_{n}'] = rows.Start(of, shared=True)
-  more_of = [(start, n) for start, sizes in MORE.items() for n in sizes]
-  for start, n in more_of:
-    of = functools.partial(more, start, n)
-    starts[f'more_{start}_{n}'] = rows.Start(of, shared=True)
-  passages = {'module': 'baselines'}
+  starts = {'good': good, 'hesitant': hesitant, 'own': own}
+  starts |= {f'reading_{n}': of for n, of in readers.items()} | longer
+  passage = functools.partial(on, module='baselines')
+  read = {'after': passage('dev'), 'gold': passage('dev', gold=True)}
   both = {'after': on('dev'), 'real': on('dev', real)}
   baseline = functools.partial(rows.Arm, train=False, seeds=(0,))
   arms = (
@@ -196,30 +192,23 @@ def get_sweep(arg=None):
     baseline(
       'rag_few_shot',
       functools.partial(prompted, 'rag.json', True),
-      evaluations={
-        'after': on('dev', **passages),
-        'gold': on('dev', gold=True, **passages),
-      },
+      evaluations=read,
     ),
     *(
       baseline(
         f'rag_fine_tuned_{n}',
-        functools.partial(reading, n),
+        of,
         f'reading_{n}',
-        evaluations={
-          'after': on('dev', **passages),
-          'gold': on('dev', gold=True, **passages),
-          'tune': on('tune', **passages),
-        },
+        evaluations=read | {'tune': passage('tune')},
       )
-      for n in READING
+      for n, of in readers.items()
     ),
-    baseline('good', config('good'), 'good', evaluations=START | VOTE),
-    baseline('hesitant', config('hesitant'), 'hesitant', evaluations=START),
+    baseline('good', good, 'good', evaluations=START | VOTE),
+    baseline('hesitant', hesitant, 'hesitant', evaluations=START),
     *(
       rows.Arm(
         arm,
-        config(start),
+        starts[start],
         start,
         evaluations={
           name: run if name in POLICY else first(run)
@@ -236,17 +225,12 @@ def get_sweep(arg=None):
     baseline('own', own, 'own', evaluations=both),
     rows.Arm('ssrl', own, 'own', evaluations=both, seeds=(0,)),
     *(
-      baseline(
-        f'more_{start}_{n}',
-        functools.partial(more, start, n),
-        f'more_{start}_{n}',
-        evaluations=POLICY | {'tune': on('tune')},
-      )
-      for start, n in more_of
+      baseline(name, of, name, evaluations=POLICY | {'tune': on('tune')})
+      for name, of in longer.items()
     ),
   )
   return rows.Row(
-    warm=starts,
+    warm={name: rows.Start(of, shared=True) for name, of in starts.items()},
     arms=arms,
     scores=('em', 'f1', 'searches', 'found', 'em_found', 'tokens', 'pass'),
     curves={'eval/em': 'exact match', 'reward': 'reward'},

@@ -24,7 +24,7 @@ import pathlib
 from absl import flags
 
 from experiments import common
-from experiments.gemma import baselines, questions, results, rows
+from experiments.gemma import baselines, carry, questions, results, rows
 from searchrl_jax import fetch, lookup, prune, read, schema, view
 from searchrl_jax.data import core as data
 from searchrl_jax.evaluate import policy as evaluate
@@ -34,7 +34,6 @@ from searchrl_jax.store import records
 from searchrl_jax.sweep import runner as sweep
 
 MODEL = 'gemma-3-270m'
-FILES = 'corpus.jsonl.gz', 'qa_train.jsonl.gz', 'qa_dev.jsonl.gz'
 # Others whose words the small version keeps, where they are.
 MORE = 'popqa_test_1000.jsonl', 'gsm8k_train.jsonl.gz'
 TEMPLATE = str(common.ROOT / 'searchrl_jax/text/templates/plain.json')
@@ -54,7 +53,7 @@ def require_data() -> pathlib.Path:
     ConfigError: a file is missing.
   """
   folder = pathlib.Path(data.data_dir(schema.base().data))
-  missing = [name for name in FILES if not (folder / name).is_file()]
+  missing = [name for name in carry.DATA if not (folder / name).is_file()]
   lookup.require(
     not missing,
     f'{folder} lacks {", ".join(missing)}; name a folder that has them with '
@@ -69,7 +68,7 @@ def small(folder: pathlib.Path, texts: pathlib.Path, workdir) -> None:
   if (folder / 'config.json').exists():
     return
   print(fetch.fetch(MODEL, whole, 'float32'), flush=True)
-  named = [texts / name for name in (*FILES, *MORE)]
+  named = [texts / name for name in (*carry.DATA, *MORE)]
   there = [str(path) for path in named if path.exists()]
   print(prune.prune(str(whole), str(folder), there, [TEMPLATE], 4), flush=True)
 

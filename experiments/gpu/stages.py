@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import dataclasses
 import json
-import operator
 import pathlib
 import re
 import statistics
@@ -52,12 +51,6 @@ NEW = 64  # tokens decoded while the sampler is timed
 
 class Skipped(Exception):
   """Why a stage cannot run here."""
-
-
-def peak_bytes() -> int:
-  """The most memory of the device that was in use; 0: it does not tell."""
-  stats = jax.local_devices()[0].memory_stats() or {}
-  return stats.get('peak_bytes_in_use', 0)
 
 
 def copy_bandwidth(megabytes: int) -> float:
@@ -385,7 +378,7 @@ def memory(config, out, small) -> dict:
     'bars': bars,
     'figure': figure,
     'programs': programs,
-    'device_bytes': costs.device,
+    'device_bytes': needs.device,
   }
 
 
@@ -393,22 +386,14 @@ STAGES = {f.__name__: f for f in (update, search, sampler, grpo, memory, vllm)}
 
 
 def configured(model: str, small: bool, overrides) -> ConfigDict:
-  """The recipe with fields set: each override is `dotted.name=value`.
-
-  Raises:
-    Skipped: there is no such field.
-  """
-  config = recipe.get_config(f'model={model},small={small}')
+  """The recipe with fields set: each override is `dotted.name=value`."""
+  # Locked, so that a field which does not exist is refused.
+  config = recipe.get_config(f'model={model},small={small}').lock()
   for override in overrides:
     name, _, value = override.partition('=')
-    part, _, field = name.rpartition('.')
     with contextlib.suppress(ValueError, SyntaxError):
       value = ast.literal_eval(value)
-    try:
-      operator.attrgetter(name)(config)
-      operator.attrgetter(part)(config)[field] = value
-    except AttributeError as e:
-      raise Skipped(f'the config has no field {name}') from e
+    config.update_from_flattened_dict({name: value})
   return config
 
 
@@ -428,17 +413,17 @@ def main(argv):
     record['config'] = json.loads(config.to_json_best_effort())
     record |= STAGES[_STAGE.value](config, out, small) | {'status': 'done'}
     local = jax.local_devices()[0]
+    stats = local.memory_stats() or {}
     record |= {
       'device': local.device_kind,
-      'peak_bytes': peak_bytes(),
-      'memory_stats': local.memory_stats() or {},
+      'peak_bytes': stats.get('peak_bytes_in_use', 0),  # 0: it does not tell
+      'memory_stats': stats,
       'gpus_after': common.gpus(),  # clocks while it is still warm
     }
   except Skipped as e:
     record |= {'status': 'skipped', 'reason': str(e), 'bars': []}
   record['seconds'] = time.monotonic() - begin
-  text = json.dumps(record, indent=2, default=float)
-  records.write_text(out / f'{name}.json', text + '\n')
+  records.write_json(out / f'{name}.json', record)
 
 
 if __name__ == '__main__':

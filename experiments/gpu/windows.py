@@ -56,8 +56,7 @@ def main(argv):
           row[f'{kernel} o'] = str(e).partition('\n')[0][:120]
       rows.append(row)
       print(row, flush=True)
-  before = common.environment()
-  common.report(_OUT.value, 'windows', rows, [], before)
+  common.report(_OUT.value, 'windows', rows, [], common.environment())
 
 
 if __name__ == '__main__':

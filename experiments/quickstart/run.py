@@ -101,9 +101,8 @@ def quickstart(config, workdir: str, *, controls: bool = False) -> dict:
   for name, sense, bar in BARS:
     value = summary[name]
     holds = value >= bar if sense == 'at least' else value <= bar
-    summary['bars'].append(
-      {'name': name, 'value': value, 'sense': sense, 'bar': bar, 'holds': holds}
-    )
+    judged = dict(name=name, value=value, sense=sense, bar=bar, holds=holds)
+    summary['bars'].append(judged)
   records.write_json(folder / 'summary.json', summary)
   _plot(steps, folder / 'learning_curve.png')
   tok = build.tokenizer(config, workdir)
@@ -121,14 +120,9 @@ def _sft_only(config, folder: pathlib.Path, seconds: dict) -> dict:
   path = folder / 'sft_only.json'
   if not path.exists():
     as_long = seconds['reinforcement_learning']
-    records.write_json(
-      path,
-      {
-        'seconds': as_long,
-        # The clock ends it, before so many steps are done.
-        'steps': int(config.sft.steps * 3 * as_long / seconds['warm_start']),
-      },
-    )
+    # The clock ends it, before so many steps are done.
+    steps = int(config.sft.steps * 3 * as_long / seconds['warm_start'])
+    records.write_json(path, {'seconds': as_long, 'steps': steps})
   plan = json.loads(path.read_text())
   more = config.copy_and_resolve_references()
   more.train.init = str(folder / 'warm')
@@ -178,44 +172,27 @@ def _show_table(out, before, after, summary) -> None:
   for name in ('', 'before', 'after', '95% interval after'):
     shown.add_column(name, justify='left' if not name else 'right')
 
-  def row(label, key):
-    shown.add_row(
-      label,
-      f'{before[key]:.3f}',
-      f'{after[key]:.3f}',
-      f'{after[f"{key}/low"]:.3f} to {after[f"{key}/high"]:.3f}',
-    )
-
-  row('exact match', 'eval/em')
-  row('  one hop', 'eval/hops=1/em')
-  row('  two hops', 'eval/hops=2/em')
-  row('parsed', 'eval/parsed')
-  row('guessed without a search', 'eval/guessed')
-  row('searches per question', 'eval/searches')
-  for label, name in (
-    ('search off', 'no_search'),
-    ('passages swapped', 'shuffled'),
-    ('random passages', 'random'),
-    ('no passages', 'empty'),
+  for label, key in (
+    ('exact match', 'eval/em'),
+    ('  one hop', 'eval/hops=1/em'),
+    ('  two hops', 'eval/hops=2/em'),
+    ('parsed', 'eval/parsed'),
+    ('guessed without a search', 'eval/guessed'),
+    ('searches per question', 'eval/searches'),
+    ('search off', 'no_search/em'),
+    ('passages swapped', 'shuffled/em'),
+    ('random passages', 'random/em'),
+    ('no passages', 'empty/em'),
   ):
-    key = f'{name}/em'
-    shown.add_row(
-      label,
-      '',
-      f'{after[key]:.3f}',
-      f'{after[f"{key}/low"]:.3f} to {after[f"{key}/high"]:.3f}',
-    )
-  shown.add_row(
-    'most frequent answer', '', f'{summary["em_majority_answer"]:.3f}', ''
-  )
+    was = f'{before[key]:.3f}' if key in before else ''  # no controls
+    bounds = f'{after[f"{key}/low"]:.3f} to {after[f"{key}/high"]:.3f}'
+    shown.add_row(label, was, f'{after[key]:.3f}', bounds)
+  frequent = f'{summary["em_majority_answer"]:.3f}'
+  shown.add_row('most frequent answer', '', frequent, '')
   if summary['em_sft_only'] is not None:
     low, high = summary['ci95_sft_only']
-    shown.add_row(
-      'good traces instead of RL',
-      '',
-      f'{summary["em_sft_only"]:.3f}',
-      f'{low:.3f} to {high:.3f}',
-    )
+    alone, bounds = f'{summary["em_sft_only"]:.3f}', f'{low:.3f} to {high:.3f}'
+    shown.add_row('good traces instead of RL', '', alone, bounds)
   out.print(shown)
   for bar in summary['bars']:
     if not bar['holds']:
@@ -228,20 +205,14 @@ def _show_table(out, before, after, summary) -> None:
 
 def _plot(steps, path: pathlib.Path) -> None:
   # Here and not above: matplotlib takes a second that --help need not wait.
-  import matplotlib
+  from matplotlib.figure import Figure
 
-  matplotlib.use('Agg')
-  from matplotlib import pyplot
-
-  figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4))
+  figure = Figure(figsize=(10, 4))
+  left, right = figure.subplots(1, 2)
   trained = [s for s in steps if 'reward/em' in s]
   at = [s['step'] + 1 for s in trained]
-  left.plot(
-    at,
-    [s['reward/em'] for s in trained],
-    color='0.7',
-    label='sampled, train questions',
-  )
+  rewards = [s['reward/em'] for s in trained]
+  left.plot(at, rewards, color='0.7', label='sampled, train questions')
   seen = [s for s in steps if 'eval/em' in s]
   for key, label, color in (
     ('eval/hops=1/em', 'greedy, held out, one hop', 'C0'),
@@ -249,14 +220,8 @@ def _plot(steps, path: pathlib.Path) -> None:
   ):
     x = [s['step'] + 1 for s in seen]
     left.plot(x, [s[key] for s in seen], 'o-', color=color, label=label)
-    left.fill_between(
-      x,
-      [s[f'{key}/low'] for s in seen],
-      [s[f'{key}/high'] for s in seen],
-      color=color,
-      alpha=0.15,
-      linewidth=0,
-    )
+    low, high = ([s[f'{key}/{end}'] for s in seen] for end in ('low', 'high'))
+    left.fill_between(x, low, high, color=color, alpha=0.15, linewidth=0)
   left.set(xlabel='GRPO step', ylabel='exact match', ylim=(0, 1))
   left.legend(frameon=False, loc='lower right')
   for key, label in (
@@ -271,7 +236,6 @@ def _plot(steps, path: pathlib.Path) -> None:
     axis.spines[['top', 'right']].set_visible(False)
   figure.tight_layout()
   figure.savefig(path, dpi=130)
-  pyplot.close(figure)
 
 
 def _show_trajectories(out, path: pathlib.Path, tok, count: int = 3) -> None:
@@ -292,11 +256,8 @@ def _show_trajectories(out, path: pathlib.Path, tok, count: int = 3) -> None:
 
 
 def main():
-  quickstart(
-    recipe.get_config(_CONFIG_ARG.value),
-    _WORKDIR.value,
-    controls=_CONTROLS.value,
-  )
+  config = recipe.get_config(_CONFIG_ARG.value)
+  quickstart(config, _WORKDIR.value, controls=_CONTROLS.value)
 
 
 if __name__ == '__main__':

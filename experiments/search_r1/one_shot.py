@@ -101,11 +101,8 @@ def traces(
   rng = np.random.default_rng(seed)
   out = []
   for i in range(worlds):
-    world = microworld.generate(
-      microtraces.TRACE_WORLDS + world_seed * 1000 + i,
-      train=train,
-      relations=relations,
-    )
+    own_seed = microtraces.TRACE_WORLDS + world_seed * 1000 + i
+    world = microworld.generate(own_seed, train=train, relations=relations)
     pool = microworld.pick(world, 'train')
     count = n * (i + 1) // worlds - n * i // worlds
     asked = [pool[j % len(pool)] for j in range(count)]
@@ -127,12 +124,9 @@ def _said(world, question, passages, rng) -> Iterator[tuple[str, str]]:
     yield 'think', f'{relation} {value}'
     name = value
   if value is None:
-    pools = microworld.pools(world.settings)
-    pool = (
-      microworld.names(world.settings, 'train')
-      if relation in microworld.LINKS
-      else pools[microworld.ATTRIBUTES[relation]]
-    )
-    value = pool[rng.integers(microtraces.FAVOURITES)]
+    values = microworld.names(world.settings, 'train')
+    if pool := microworld.ATTRIBUTES.get(relation):
+      values = microworld.pools(world.settings)[pool]
+    value = values[rng.integers(microtraces.FAVOURITES)]
     yield 'think', f'maybe {value}'
   yield 'answer', value

@@ -27,18 +27,15 @@ def unmasked(seed: int):
 def reading(seed: int):
   """A warm start of its own: it reads the passages in its prompt."""
   c = small('baseline=no_search')(seed)
-  world = c.sft.data
-  c.sft.data = ConfigDict(
-    dict(
-      module='experiments.search_r1.one_shot',
-      n=world.n,
-      worlds=world.worlds,
-      train=world.train,
-      relations=world.relations,
-      k=3,
-    )
-  )
+  names = ('n', 'worlds', 'train', 'relations')
+  kept = {name: c.sft.data[name] for name in names}
+  module = 'experiments.search_r1.one_shot'
+  c.sft.data = ConfigDict(dict(module=module, **kept, k=3))
   return c
+
+
+def mean(when: str, score: str):
+  return lambda at: at('grpo', when, f'{HOPS}/{score}').mean
 
 
 def gain(arm: str):
@@ -62,16 +59,8 @@ ROW = rows.Row(
     rows.Arm('unmasked', unmasked, 'warm', seeds=(0,)),
   ),
   bars=(
-    rows.Bar(
-      'search_r1_grpo_gain',
-      lambda at: at('grpo', 'gain', f'{HOPS}/em').mean,
-      0.20,
-    ),
-    rows.Bar(
-      'search_r1_grpo_searches',
-      lambda at: at('grpo', 'after', f'{HOPS}/searches').mean,
-      1.8,
-    ),
+    rows.Bar('search_r1_grpo_gain', mean('gain', 'em'), 0.20),
+    rows.Bar('search_r1_grpo_searches', mean('after', 'searches'), 1.8),
     rows.Bar('search_r1_ppo_gain', gain('ppo'), 0.0, strict=True),
     rows.Bar('search_r1_reinforce_gain', gain('reinforce'), 0.0, strict=True),
   ),

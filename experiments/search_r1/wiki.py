@@ -31,7 +31,6 @@ from searchrl_jax.evaluate import policy as evaluate
 from searchrl_jax.rewards import scores
 from searchrl_jax.run import build, command, services
 from searchrl_jax.store import records
-from searchrl_jax.types import SearchRequest, SearchResult
 
 SCORES = (
   'em',
@@ -47,19 +46,18 @@ SCORES = (
 
 def bare(questions, source, k: int) -> dict[str, dict[str, float]]:
   """{question id: {recall_any, recall_all}} of one search with the question."""
-  requests = [SearchRequest(q.text, k, q) for q in questions]
-  found = asyncio.run(source.search(requests))
+  found = sft.searcher(source, asyncio.run)([q.text for q in questions], k)
   out = {}
-  for q, result in zip(questions, found, strict=True):
-    if not isinstance(result, SearchResult):
-      raise RuntimeError(f'question {q.id}: {result.message}')
-    ids = {p.id for p in result.passages}
-    hits = [float(s in ids) for s in q.supporting]
-    out[q.id] = {
-      'recall_any': max(hits, default=0.0),
-      'recall_all': min(hits, default=0.0),
-    }
+  for q, passages in zip(questions, found, strict=True):
+    ids = {p.id for p in passages}
+    hits = [float(s in ids) for s in q.supporting] or [0.0]
+    out[q.id] = {'recall_any': max(hits), 'recall_all': min(hits)}
   return out
+
+
+def interval(values) -> list[float]:
+  """The mean over questions, and its bounds."""
+  return list(scores.bootstrap(values, resamples=2000, seed=0))[:3]
 
 
 def rows_of(folder: str, env):
@@ -71,7 +69,7 @@ def rows_of(folder: str, env):
 def run(workdir: str, minutes: float) -> dict:
   config = wiki_nq.get_config()
   folder = pathlib.Path(workdir)
-  seconds, results = {}, {}
+  seconds = {}
 
   @contextlib.contextmanager
   def clock(name):
@@ -101,33 +99,26 @@ def run(workdir: str, minutes: float) -> dict:
         evaluations[name] = evaluate.default_out(config, own, asked)
         evaluate.answer(config, own, evaluations[name], asked)
     source = services.source(config, url)
-    questions = [
-      q
-      for qs in data.load_sets(config.data.eval, config.data).values()
-      for q in qs
-    ]
+    sets = data.load_sets(config.data.eval, config.data)
+    questions = [q for qs in sets.values() for q in qs]
     baseline = bare(questions, source, config.source.k)
     asyncio.run(source.close())
 
   env = build.environment(config, build.tokenizer(config, str(folder / 'rl')))
   scored = {name: rows_of(out, env) for name, out in evaluations.items()}
-  sources = ['all', *sorted({q.source for q in questions})]
   table = []
-  for source_name in sources:
+  for source_name in ('all', *sorted({q.source for q in questions})):
     ids = [q.id for q in questions if source_name in ('all', q.source)]
     row = {'source': source_name, 'n': len(ids)}
     for score in ('recall_any', 'recall_all'):
-      found = scores.bootstrap(
-        [baseline[i][score] for i in ids], resamples=2000, seed=0
-      )
-      row[f'bare question {score}'] = list(found)[:3]
+      found = [baseline[i][score] for i in ids]
+      row[f'bare question {score}'] = interval(found)
     for name, rows in scored.items():
       part = [r for r in rows if r.question in set(ids)]
       for score in SCORES:
         values = list(grading.by_question(part, score).values())
         if values:
-          found = scores.bootstrap(values, resamples=2000, seed=0)
-          row[f'{name} {score}'] = list(found)[:3]
+          row[f'{name} {score}'] = interval(values)
     table.append(row)
   f1 = {name: grading.by_question(rows, 'f1') for name, rows in scored.items()}
   both = sorted(set(f1['rl']) & set(f1['warm']))
@@ -135,22 +126,18 @@ def run(workdir: str, minutes: float) -> dict:
     [f1['rl'][k] - f1['warm'][k] for k in both], resamples=10_000, seed=0
   )
   nq = next(r for r in table if r['source'].startswith('nq'))
-  results |= {
+  recall = nq['rl recall_any'][0] - nq['bare question recall_any'][0]
+  return {
     'table': table,
     'seconds': seconds,
     'f1_gain': list(gain)[:3],
     'f1_gain_n': gain.n,
     'bars': [
-      common.bar(
-        'recall_nq',
-        nq['rl recall_any'][0] - nq['bare question recall_any'][0],
-        -0.05,
-      ),
+      common.bar('recall_nq', recall, -0.05),
       common.bar('format_valid', table[0]['rl valid_format'][0], 0.95),
       common.bar('f1_gain', gain.low, 0.0, strict=True),
     ],
   }
-  return results
 
 
 def main():

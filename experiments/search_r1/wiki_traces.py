@@ -17,7 +17,7 @@ import re
 import numpy as np
 
 from searchrl_jax.data import jsonl
-from searchrl_jax.data.checks import DataError
+from searchrl_jax.data.checks import require
 from searchrl_jax.data.core import Search, Trace
 from searchrl_jax.rewards import scores
 from searchrl_jax.types import Passage, Question
@@ -107,14 +107,12 @@ def traces(
   Raises:
     DataError: shares out of range, or a file without answers.
   """
-  if min(good, poor, guess) < 0 or good + poor + guess > 1:
-    raise DataError(
-      f'good={good}, poor={poor}, guess={guess} must be shares, 1 in all at '
-      'the most'
-    )
+  fit = min(good, poor, guess) >= 0 and good + poor + guess <= 1
+  said = f'good={good}, poor={poor}, guess={guess}'
+  require(fit, f'{said} must be shares, 1 in all at the most')
   questions = jsonl.load(path, source=source, split=split)
-  if not any(q.answers for q in questions):
-    raise DataError(f'{path}: no question has an answer to script from')
+  known = any(q.answers for q in questions)
+  require(known, f'{path}: no question has an answer to script from')
   rng = np.random.default_rng(seed)
   order = np.concatenate(
     [rng.permutation(len(questions)) for _ in range(-(-n // len(questions)))]
@@ -124,7 +122,7 @@ def traces(
     4, size=n, p=[good, poor, guess, max(0.0, 1 - good - poor - guess)]
   )
   queries = [
-    '' if plan == 2 else _poor(q, drawn, rng) if plan == 1 else _query(q, rng)
+    '' if plan == 2 else _poor(q, drawn, rng) if plan == 1 else query_of(q, rng)
     for q, plan in zip(drawn, plans)
   ]
   first = _answers(search, queries, k)
@@ -141,11 +139,7 @@ def traces(
     for query, found in ((queries[i], first[i]), (seconds[i], second[i])):
       if not query:
         continue
-      actions += [
-        ('think', 'search again' if seen else 'search'),
-        ('search', query),
-        ('information', tuple(found)),
-      ]
+      actions += _look_up('search again' if seen else 'search', query, found)
       seen += _visible(found, read)
     thought, answer, right = _answer(
       q, seen, plans[i] == 0, drawn, rng, max_answer_words
@@ -153,6 +147,11 @@ def traces(
     actions += [('think', thought), ('answer', answer)]
     out.append(Trace(q, tuple(actions), good=bool(right and plans[i] == 0)))
   return out + _drills([p for found in first for p in found], drills, rng)
+
+
+def _look_up(thought: str, query: str, found: Sequence[Passage]) -> list:
+  actions = dict(think=thought, search=query, information=tuple(found))
+  return list(actions.items())
 
 
 def content_words(text: str) -> list[str]:
@@ -208,7 +207,7 @@ def kind_of(answer: str, passage: Passage) -> str:
   return 'name' if answer[:1].isupper() else 'phrase'
 
 
-def _query(q: Question, rng) -> str:
+def query_of(q: Question, rng) -> str:
   """A good query: the question, or its content words."""
   words = content_words(q.text)
   if words and rng.random() < 0.3:
@@ -295,8 +294,7 @@ def _visible(found: Sequence[Passage], words: int) -> list[Passage]:
 
 def _drills(passages: Sequence[Passage], n: int, rng) -> list[Trace]:
   texts = [p for p in passages if len(p.text.split()) > _DRILL_WORDS[1]]
-  if n and not texts:
-    raise DataError('drills need a search that finds passages')
+  require(texts or not n, 'drills need a search that finds passages')
   out = []
   for i in range(n):
     p = texts[rng.integers(len(texts))]
@@ -307,19 +305,10 @@ def _drills(passages: Sequence[Passage], n: int, rng) -> list[Trace]:
     size = rng.integers(*_DRILL_TEXT, endpoint=True)
     short = dataclasses.replace(p, text=' '.join(words[:size]))
     thought, answer = _blind(short, text, rng)
-    out.append(
-      Trace(
-        Question(f'drill/{i}', text, source='drill'),
-        (
-          ('think', 'search'),
-          ('search', text),
-          ('information', (short,)),
-          ('think', thought),
-          ('answer', answer),
-        ),
-        good=False,
-      )
-    )
+    actions = _look_up('search', text, (short,))
+    actions += [('think', thought), ('answer', answer)]
+    question = Question(f'drill/{i}', text, source='drill')
+    out.append(Trace(question, tuple(actions), good=False))
   return out
 
 

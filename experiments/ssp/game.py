@@ -80,13 +80,9 @@ def environments(config: ConfigDict, tok) -> dict[str, SearchEnv]:
   Raises:
     ConfigError: the proposer's template lacks the tags of a question.
   """
-  s = config.selfplay
-  templates = {
-    SOLVER: config.env.template,
-    PROPOSER: s.template,
-    VERIFIER: s.reader,
-  }
-  templates = {role: prompts.load(t) for role, t in templates.items()}
+  s, env = config.selfplay, config.env
+  paths = {SOLVER: env.template, PROPOSER: s.template, VERIFIER: s.reader}
+  templates = {role: prompts.load(path) for role, path in paths.items()}
   wanted = f'<{s.tag}>', f'</{s.tag}>'
   if templates[PROPOSER].answer != wanted:
     raise ConfigError(
@@ -95,14 +91,11 @@ def environments(config: ConfigDict, tok) -> dict[str, SearchEnv]:
       f'{"...".join(wanted)} (config.selfplay.tag={s.tag!r}): put these tags '
       "in the template's field 'answer' and among its 'stops'"
     )
-  budgets = {
-    role: config.env.copy_and_resolve_references() for role in templates
-  }
+  budgets = {role: env.copy_and_resolve_references() for role in templates}
   budgets[VERIFIER].max_turns = 0
+  prompt, k = config.data.prompt, config.source.k
   return {
-    role: RoleEnv(
-      tok, template, budgets[role], config.data.prompt, config.source.k
-    )
+    role: RoleEnv(tok, template, budgets[role], prompt, k)
     for role, template in templates.items()
   }
 
@@ -129,17 +122,15 @@ def rng(config: ConfigDict, step: int, what: str) -> np.random.Generator:
 
 def briefs(answers: Sequence[Question], config: ConfigDict) -> list[Question]:
   """The proposer's prompts: each answer in config.selfplay.brief."""
-  return [
-    dataclasses.replace(
-      q,
-      text=config.selfplay.brief.format(
-        answer=q.answers[0],
-        searches=q.meta.get('search_turns', ''),
-        examples=q.meta.get('examples', ''),
-      ),
+
+  def brief(q: Question) -> str:
+    return config.selfplay.brief.format(
+      answer=q.answers[0],
+      searches=q.meta.get('search_turns', ''),
+      examples=q.meta.get('examples', ''),
     )
-    for q in answers
-  ]
+
+  return [dataclasses.replace(q, text=brief(q)) for q in answers]
 
 
 briefs.needs = ('answers',)
@@ -156,12 +147,9 @@ def read(
   )
   nothing = env.template.no_results.strip()
   evidence = [text for text in env.retrieved(trajectory) if text != nothing]
-  return Proposal(
-    trajectory,
-    question or None,
-    tuple(dict.fromkeys(evidence)),
-    _reason(trajectory, text, evidence, config.selfplay),
-  )
+  reason = _reason(trajectory, text, evidence, config.selfplay)
+  different = tuple(dict.fromkeys(evidence))
+  return Proposal(trajectory, question or None, different, reason)
 
 
 def _reason(trajectory, text, evidence, s) -> str:
@@ -169,9 +157,8 @@ def _reason(trajectory, text, evidence, s) -> str:
     return FAILED
   if not text:
     return 'tag'
-  if not s.min_chars <= len(text) <= s.max_chars or (
-    len(text.split()) < s.min_words
-  ):
+  within = s.min_chars <= len(text) <= s.max_chars
+  if not within or len(text.split()) < s.min_words:
     return 'length'
   answers = trajectory.question.answers
   if _says(text, answers):
@@ -323,10 +310,8 @@ def solved(
   out = health.signs(real, env, match=match)
   if not real:
     return out
-  rows = (
-    np.array([t.question.source != DUMMY for g in groups for t in g])
-    & reward.valid
-  )
+  asked = [t.question.source != DUMMY for g in groups for t in g]
+  rows = np.array(asked) & reward.valid
   out['reward'] = mean_of(dataclasses.replace(reward, valid=rows))
   for name, value in reward.parts.items():
     out[f'reward/{name}'] = rewards.mean(value[rows])
@@ -339,11 +324,12 @@ def proposal_metrics(proposals: Sequence[Proposal], oracle) -> dict[str, float]:
   Proposals that a service failed are counted only as 'no_failed'. The number
   of values in a mean is 'proposals', 'stand', or 'X_n' for the mean 'X'.
 
-  oracle: judges the questions, only for these metrics; None = unknown.
+  oracle: judges the questions, only for these metrics; None or '' = unknown.
   """
   reasons = [p.reason for p in proposals]
   proposals = [p for p in proposals if p.reason != FAILED]
   stand = [p for p in proposals if not p.reason]
+  texts = {p.question.text for p in stand}
 
   def mean(values):
     return np.mean(values) if values else math.nan
@@ -353,16 +339,12 @@ def proposal_metrics(proposals: Sequence[Proposal], oracle) -> dict[str, float]:
     'stand': len(stand),
     'valid_share': mean([not p.reason for p in proposals]),
     'searches': mean([len(p.trajectory.calls(SEARCH)) for p in proposals]),
-    'distinct': len({p.question.text for p in stand}) / len(stand)
-    if stand
-    else math.nan,
+    'distinct': len(texts) / len(stand) if stand else math.nan,
   }
   out |= {f'no_{r}': reasons.count(r) for r in (*REASONS, FAILED)}
-  if oracle is None:
-    return {f'selfplay/{k}': float(v) for k, v in out.items()}
   judged = [
     (p, oracle.judge(p.question.text, p.question.answers))
-    for p in proposals
+    for p in (proposals if oracle else ())
     if p.question is not None and p.reason in ('', 'verification')
   ]
   kept = [v for p, v in judged if not p.reason]
@@ -376,9 +358,7 @@ def proposal_metrics(proposals: Sequence[Proposal], oracle) -> dict[str, float]:
       'starts': len({v.start for v in kept}) / len(kept),
     }
     for hops in range(1, 5):
-      out[f'share_{hops}hop'] = np.mean(
-        [v.valid and v.hops == hops for v in kept]
-      )
+      out[f'share_{hops}hop'] = sum(v.hops == hops for v in valid) / len(kept)
   # How well the verifier tells them apart.
   for name, wanted in (('passes_valid', True), ('passes_wrong', False)):
     seen = [not p.reason for p, v in judged if v.valid == wanted]

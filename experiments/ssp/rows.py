@@ -14,6 +14,21 @@ from experiments import rows
 MULTI = 'eval/set=multihop'
 LOOP = 'experiments.ssp.train.train'
 EDGE = 5  # steps: the first and the last ones are means over so many
+WHOLE = ('oracle_valid', 'unique', 'distinct', 'starts')  # over all steps
+# Over the first and the last steps: what weighs a step's value.
+AT_EDGES = {
+  'oracle_valid': 'stand',
+  'unique': 'stand',
+  'solver_success': 'stand',
+  'share_2hop': 'stand',
+  'share_3hop': 'stand',
+  'share_4hop': 'stand',
+  'valid_share': 'proposals',
+  'searches': 'proposals',
+  'hops': 'hops_n',
+  'passes_valid': 'passes_valid_n',
+  'passes_wrong': 'passes_wrong_n',
+}
 
 
 def small(arg: str = ''):
@@ -40,7 +55,7 @@ def game(config, run: str, out: str) -> dict[str, float]:
     steps = [json.loads(line) for line in lines]
   steps = [s for s in steps if s['step'] >= 0]
 
-  def mean(name, among, weight='stand'):
+  def mean(name, among, weight):
     known = [
       (s[f'selfplay/{name}'], s[f'selfplay/{weight}'])
       for s in among
@@ -49,30 +64,22 @@ def game(config, run: str, out: str) -> dict[str, float]:
     total = sum(w for _, w in known)
     return sum(v * w for v, w in known) / total if total else None
 
-  values = {
-    name: mean(name, steps)
-    for name in ('oracle_valid', 'unique', 'distinct', 'starts')
-  }
+  values = {name: mean(name, steps, 'stand') for name in WHOLE}
   for edge, among in (('first', steps[:EDGE]), ('last', steps[-EDGE:])):
-    for name in (
-      'oracle_valid',
-      'unique',
-      'solver_success',
-      'share_2hop',
-      'share_3hop',
-      'share_4hop',
-    ):
-      values[f'{name}_{edge}'] = mean(name, among)
-    for name in ('valid_share', 'searches'):
-      values[f'{name}_{edge}'] = mean(name, among, 'proposals')
-    for name in ('hops', 'passes_valid', 'passes_wrong'):
-      values[f'{name}_{edge}'] = mean(name, among, f'{name}_n')
+    for name, weight in AT_EDGES.items():
+      values[f'{name}_{edge}'] = mean(name, among, weight)
   if None not in (values['hops_first'], values['hops_last']):
     values['hops_gain'] = values['hops_last'] - values['hops_first']
   return {f'game/{k}': v for k, v in values.items() if v is not None}
 
 
 PLAYED = {'after': rows.evaluation({}), 'game': game}
+
+
+def arm(name: str, arg: str = '', **fields) -> rows.Arm:
+  """An arm of self-play."""
+  fields |= dict(evaluations=PLAYED, loop=LOOP)
+  return rows.Arm(name, small(arg), 'warm', **fields)
 
 
 def played(name: str):
@@ -96,40 +103,12 @@ ROW = rows.Row(
   },
   arms=(
     rows.Arm('warm', small(), 'warm', train=False),
-    rows.Arm('ssp', small(), 'warm', evaluations=PLAYED, loop=LOOP),
-    rows.Arm(
-      'frozen', small('arm=frozen'), 'warm', evaluations=PLAYED, loop=LOOP
-    ),
-    rows.Arm(
-      'frozen_twice',
-      small('arm=frozen_twice'),
-      'warm',
-      evaluations=PLAYED,
-      loop=LOOP,
-    ),
-    rows.Arm(
-      'format_only',
-      small('reward=format_only'),
-      'warm',
-      evaluations=PLAYED,
-      loop=LOOP,
-    ),
-    rows.Arm(
-      'no_verifier',
-      small('arm=no_verifier'),
-      'warm',
-      seeds=(0,),
-      evaluations=PLAYED,
-      loop=LOOP,
-    ),
-    rows.Arm(
-      'one_minus_acc',
-      small('reward=1-acc'),
-      'warm',
-      seeds=(0,),
-      evaluations=PLAYED,
-      loop=LOOP,
-    ),
+    arm('ssp'),
+    arm('frozen', 'arm=frozen'),
+    arm('frozen_twice', 'arm=frozen_twice'),
+    arm('format_only', 'reward=format_only'),
+    arm('no_verifier', 'arm=no_verifier', seeds=(0,)),
+    arm('one_minus_acc', 'reward=1-acc', seeds=(0,)),
     rows.Arm('golds', small('arm=golds'), 'warm', seeds=(0,)),
   ),
   bars=(
@@ -143,27 +122,8 @@ ROW = rows.Row(
     'parsed',
     'tokens',
     'hops_gain',
-    'distinct',
-    'starts',
-    'oracle_valid',
-    'unique',
-    *(
-      f'{name}_{edge}'
-      for edge in ('first', 'last')
-      for name in (
-        'hops',
-        'oracle_valid',
-        'unique',
-        'solver_success',
-        'valid_share',
-        'passes_valid',
-        'passes_wrong',
-        'searches',
-        'share_2hop',
-        'share_3hop',
-        'share_4hop',
-      )
-    ),
+    *WHOLE,
+    *(f'{name}_{edge}' for edge in ('first', 'last') for name in AT_EDGES),
   ),
   curves={
     f'{MULTI}/em': 'exact match, two to four hops, held out',

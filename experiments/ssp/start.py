@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import json
 import math
+import operator
 
 from ml_collections import ConfigDict
 
@@ -13,9 +14,26 @@ from searchrl_jax.checks import ConfigError
 from searchrl_jax.learn import credit
 from searchrl_jax.run import build
 
-REWARDS = ('1-acc', 'intermediate_difficulty', 'format_only')
-VERIFIERS = ('policy', 'judge', 'none')
-INVALID = ('dummy', 'reuse', 'drop')
+# Fields of config.selfplay: the values that they may have, or the least one.
+KNOWN = {
+  'reward': ('1-acc', 'intermediate_difficulty', 'format_only'),
+  'verifier': ('policy', 'judge', 'none'),
+  'invalid': ('dummy', 'reuse', 'drop'),
+  'empty_pool': ('dummy', 'drop'),
+}
+LEAST = dict(n=1, noise=0, resample=0, clear_every=0, min_searches=0)
+# Fields of the config: the value that self-play needs, and why.
+NEEDED = {
+  'data.prompt': ('template', 'it writes its own questions'),
+  'env.information': ('source', 'evidence is what a search found'),
+  'env.answer': ('tags', 'a proposal ends in a tag of its own'),
+  'rollout.max_staleness': (0, 'it is synchronous'),
+  'rollout.refill': (0, 'it draws anew by selfplay.resample'),
+  'rollout.mismatch_alarm': (
+    0,
+    "the solver's trajectories are one update old, and meant to be",
+  ),
+}
 
 
 def check(config: ConfigDict) -> None:
@@ -25,79 +43,67 @@ def check(config: ConfigDict) -> None:
     ConfigError: names the field and the fix.
   """
   s = config.selfplay
-  for name, known in (
-    ('reward', REWARDS),
-    ('verifier', VERIFIERS),
-    ('invalid', INVALID),
-    ('empty_pool', ('dummy', 'drop')),
-  ):
-    if s[name] not in known:
-      raise ConfigError(
-        f'config.selfplay.{name}={s[name]!r}: {lookup.near(s[name], known)}'
-      )
-  for name, least in (
-    ('n', 1),
-    ('noise', 0),
-    ('resample', 0),
-    ('clear_every', 0),
-    ('min_searches', 0),
-  ):
-    if s[name] < least:
-      raise ConfigError(f'config.selfplay.{name}={s[name]}: at least {least}')
+  for name, known in KNOWN.items():
+    hint = lookup.near(s[name], known)
+    message = f'config.selfplay.{name}={s[name]!r}: {hint}'
+    lookup.require(s[name] in known, message)
+  for name, least in LEAST.items():
+    message = f'config.selfplay.{name}={s[name]}: at least {least}'
+    lookup.require(s[name] >= least, message)
   build.check_environment(config, config.env.template, s.template, s.reader)
-  if s.min_searches > config.env.max_turns:
-    raise ConfigError(
-      f'config.selfplay.min_searches={s.min_searches} of env.max_turns='
-      f'{config.env.max_turns}: no proposal could stand; lower the former'
-    )
-  # The shortest question: words of one letter, with spaces.
-  if max(s.min_chars, 2 * s.min_words - 1) > s.max_chars:
-    raise ConfigError(
-      f'config.selfplay.min_chars={s.min_chars}, min_words={s.min_words}, '
-      f'max_chars={s.max_chars}: no question is that long and that short'
-    )
-  if s.solver_from >= config.train.steps:
-    raise ConfigError(
-      f'config.selfplay.solver_from={s.solver_from} of train.steps='
-      f'{config.train.steps}: the solver would never learn'
-    )
-  if not -math.inf < s.penalty <= 0:
-    raise ConfigError(
-      f'config.selfplay.penalty={s.penalty}: what does not stand is to earn '
-      'nothing, 0, or less'
-    )
-  if [term.weight for term in config.reward.values()] != [1.0]:
-    raise ConfigError(
-      f'config.reward has {", ".join(config.reward) or "no terms"}: a '
-      "question's share is the mean of its solvers' rewards, so there is to be "
-      'one term, of weight 1, from 0 (wrong) to 1 (right), as answer.em'
-    )
-  if s.frozen and config.engine.url:
-    raise ConfigError(
-      f'config.engine.url={config.engine.url!r} with selfplay.frozen: two sets '
-      "of weights cannot share servers; use engine.module='jax', or "
-      'let the engine start servers of its own'
-    )
+  lookup.require(
+    s.min_searches <= config.env.max_turns,
+    f'config.selfplay.min_searches={s.min_searches} of env.max_turns='
+    f'{config.env.max_turns}: no proposal could stand; lower the former',
+  )
+  lookup.require(
+    # The shortest question: words of one letter, with spaces.
+    max(s.min_chars, 2 * s.min_words - 1) <= s.max_chars,
+    f'config.selfplay.min_chars={s.min_chars}, min_words={s.min_words}, '
+    f'max_chars={s.max_chars}: no question is that long and that short',
+  )
+  lookup.require(
+    s.solver_from < config.train.steps,
+    f'config.selfplay.solver_from={s.solver_from} of train.steps='
+    f'{config.train.steps}: the solver would never learn',
+  )
+  lookup.require(
+    -math.inf < s.penalty <= 0,
+    f'config.selfplay.penalty={s.penalty}: what does not stand is to earn '
+    'nothing, 0, or less',
+  )
+  lookup.require(
+    [term.weight for term in config.reward.values()] == [1.0],
+    f'config.reward has {", ".join(config.reward) or "no terms"}: a '
+    "question's share is the mean of its solvers' rewards, so there is to be "
+    'one term, of weight 1, from 0 (wrong) to 1 (right), as answer.em',
+  )
+  lookup.require(
+    not (s.frozen and config.engine.url),
+    f'config.engine.url={config.engine.url!r} with selfplay.frozen: two sets '
+    "of weights cannot share servers; use engine.module='jax', or "
+    'let the engine start servers of its own',
+  )
   for name in ('reuse_threshold', 'keep_ratio', 'min_valid'):
-    if not 0 <= s[name] <= 1:
-      raise ConfigError(f'config.selfplay.{name}={s[name]}: a share in 0..1')
-  if not 0 <= s.left < math.inf or not 1 <= s.right < math.inf:
-    raise ConfigError(
-      f'config.selfplay.left={s.left}, right={s.right}: 4 (left + s) '
-      '(right - s) is to be no loss for any share s of solvers: left at least '
-      '0, right at least 1'
-    )
-  if not s.frozen and config.algorithm.tis == 'none':
-    raise ConfigError(
-      "config.algorithm.tis='none': the solver's trajectories are older than "
-      "the proposer's update, and nothing would correct for it; use 'token' "
-      "or 'sequence'"
-    )
-  if s.verifier == 'judge' and not config.judge.url:
-    raise ConfigError(
-      "config.selfplay.verifier='judge' asks the server of config.judge.url, "
-      "which is empty; give its URL, or use 'policy'"
-    )
+    message = f'config.selfplay.{name}={s[name]}: a share in 0..1'
+    lookup.require(0 <= s[name] <= 1, message)
+  lookup.require(
+    0 <= s.left < math.inf and 1 <= s.right < math.inf,
+    f'config.selfplay.left={s.left}, right={s.right}: 4 (left + s) '
+    '(right - s) is to be no loss for any share s of solvers: left at least '
+    '0, right at least 1',
+  )
+  lookup.require(
+    s.frozen or config.algorithm.tis != 'none',
+    "config.algorithm.tis='none': the solver's trajectories are older than "
+    "the proposer's update, and nothing would correct for it; use 'token' "
+    "or 'sequence'",
+  )
+  lookup.require(
+    s.verifier != 'judge' or config.judge.url,
+    "config.selfplay.verifier='judge' asks the server of config.judge.url, "
+    "which is empty; give its URL, or use 'policy'",
+  )
   try:
     s.brief.format(answer='', searches=0, examples='')
     s.reading.format(evidence='', question='')
@@ -107,61 +113,23 @@ def check(config: ConfigDict) -> None:
       'has the fields {answer}, {searches}, {examples}, the latter {evidence} '
       f'and {{question}} ({e})'
     ) from e
-  for needed, field, text in (
-    ('{answer}', 'brief', s.brief),
-    ('{question}', 'reading', s.reading),
-    ('{evidence}', 'reading', s.reading),
+  for field, needed in (
+    ('brief', '{answer}'),
+    ('reading', '{question}'),
+    ('reading', '{evidence}'),
   ):
-    if needed not in text:
-      raise ConfigError(f'config.selfplay.{field}={text!r} lacks {needed}')
-  for field, value, needed, why in (
-    (
-      'data.prompt',
-      config.data.prompt,
-      'template',
-      'it writes its own questions',
-    ),
-    (
-      'env.information',
-      config.env.information,
-      'source',
-      'evidence is what a search found',
-    ),
-    (
-      'env.answer',
-      config.env.answer,
-      'tags',
-      'a proposal ends in a tag of its own',
-    ),
-    (
-      'rollout.max_staleness',
-      config.rollout.max_staleness,
-      0,
-      'it is synchronous',
-    ),
-    (
-      'rollout.refill',
-      config.rollout.refill,
-      0,
-      'it draws anew by selfplay.resample',
-    ),
-    (
-      'rollout.mismatch_alarm',
-      config.rollout.mismatch_alarm,
-      0,
-      "the solver's trajectories are one update old, and meant to be",
-    ),
-  ):
-    if value != needed:
-      raise ConfigError(
-        f'config.{field}={value!r}: self-play needs {needed!r} ({why})'
-      )
+    message = f'config.selfplay.{field}={s[field]!r} lacks {needed}'
+    lookup.require(needed in s[field], message)
+  for field, (needed, why) in NEEDED.items():
+    value = operator.attrgetter(field)(config)
+    message = f'config.{field}={value!r}: self-play needs {needed!r} ({why})'
+    lookup.require(value == needed, message)
   for advantage in (config.algorithm.advantage, s.algorithm.advantage):
-    if 'greedy' in credit.needs(advantage):
-      raise ConfigError(
-        f'advantage={advantage!r} compares with a greedy answer, which '
-        "self-play does not sample; use 'grpo', 'rloo', 'reinforce' or 'gae'"
-      )
+    lookup.require(
+      'greedy' not in credit.needs(advantage),
+      f'advantage={advantage!r} compares with a greedy answer, which '
+      "self-play does not sample; use 'grpo', 'rloo', 'reinforce' or 'gae'",
+    )
   learners = [role_config(config, SOLVER)]
   checks.check(learners[0])
   if not s.frozen:
@@ -174,11 +142,11 @@ def check(config: ConfigDict) -> None:
         .replace('.algorithm', '.selfplay.algorithm')
         .replace('.rollout.group', '.selfplay.n')
       ) from e
-  if config.critic.lr and not any(c.critic.lr for c in learners):
-    raise ConfigError(
-      f'config.critic.lr={config.critic.lr}: neither role has a use for a '
-      "critic; set it to 0, or use advantage='gae'"
-    )
+  lookup.require(
+    not config.critic.lr or any(c.critic.lr for c in learners),
+    f'config.critic.lr={config.critic.lr}: neither role has a use for a '
+    "critic; set it to 0, or use advantage='gae'",
+  )
 
 
 def fingerprint(config: ConfigDict, stream, envs) -> str:
@@ -217,10 +185,10 @@ class Frozen:
     Raises:
       ConfigError: they differ.
     """
-    if state and self._weights and state != self._weights:
-      raise ConfigError(
-        f'config.train.init={self._config.train.init!r}, model.path='
-        f'{self._config.model.path!r}: its weights are not those that the '
-        'frozen proposer of this run began with; was it trained on since? '
-        'Restore it, or start a new run folder'
-      )
+    lookup.require(
+      not (state and self._weights) or state == self._weights,
+      f'config.train.init={self._config.train.init!r}, model.path='
+      f'{self._config.model.path!r}: its weights are not those that the '
+      'frozen proposer of this run began with; was it trained on since? '
+      'Restore it, or start a new run folder',
+    )

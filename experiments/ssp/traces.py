@@ -21,7 +21,7 @@ import numpy as np
 
 from experiments.ssp import oracle
 from experiments.ssp import world as worlds
-from searchrl_jax.data.checks import DataError
+from searchrl_jax.data.checks import require
 from searchrl_jax.data.core import Trace
 from searchrl_jax.types import Passage, Question
 
@@ -54,20 +54,17 @@ class Mix:
   absent: float
 
   def __post_init__(self):
-    for field in dataclasses.fields(self):
-      value = getattr(self, field.name)
+    for name, value in vars(self).items():
       for p in value if isinstance(value, Sequence) else (value,):
-        if not 0 <= p <= 1:
-          raise DataError(f'{field.name}={value}: shares from 0 to 1')
+        require(0 <= p <= 1, f'{name}={value}: shares from 0 to 1')
     for name in ('asked', 'proposed'):
-      if abs(sum(getattr(self, name)) - 1) > 1e-6:
-        raise DataError(f'{name}={getattr(self, name)} must sum to 1')
-    if self.solver + self.proposer + self.drill > 1:
-      raise DataError('solver + proposer + drill must not exceed 1')
-    if len(self.short) < len(self.asked) - 1:
-      raise DataError(
-        f'short={self.short} needs a chance for each hop of asked but the last'
-      )
+      shares = getattr(self, name)
+      require(abs(sum(shares) - 1) <= 1e-6, f'{name}={shares} must sum to 1')
+    roles = self.solver + self.proposer + self.drill
+    require(roles <= 1, 'solver + proposer + drill must not exceed 1')
+    enough = len(self.short) >= len(self.asked) - 1
+    need = 'needs a chance for each hop of asked but the last'
+    require(enough, f'short={self.short} {need}')
 
 
 def traces(
@@ -101,17 +98,13 @@ def traces(
     DataError: a share out of range, or a world that cannot be.
   """
   mix = Mix(**mix)
-  if worlds < 1 or n < worlds:
-    raise DataError(f'n={n} traces of worlds={worlds}: at least one of each')
+  good = 1 <= worlds <= n
+  require(good, f'n={n} traces of worlds={worlds}: at least one of each')
   out = []
   for i in range(worlds):
+    rng = np.random.default_rng([seed, i, 26])
     writer = _Writer(
-      world_seed * 1000 + i,
-      people,
-      np.random.default_rng([seed, i, 26]),
-      mix,
-      bundles,
-      prompt_tokens,
+      world_seed * 1000 + i, people, rng, mix, bundles, prompt_tokens
     )
     for _ in range(n * (i + 1) // worlds - n * i // worlds):
       draw = writer.rng.random()
@@ -154,16 +147,12 @@ class _Writer:
         return answer, steps
 
   def passage(self, name: str) -> Passage:
-    return Passage(
-      self.world.ids[name], name, worlds.passage(name, self.world.facts[name])
-    )
+    text = worlds.passage(name, self.world.facts[name])
+    return Passage(self.world.ids[name], name, text)
 
   def look_up(self, thought: str, name: str) -> list:
-    return [
-      ('think', thought),
-      ('search', name),
-      ('information', (self.passage(name),)),
-    ]
+    read = (self.passage(name),)
+    return [('think', thought), ('search', name), ('information', read)]
 
   def step(self, name: str, relation: str) -> str:
     """Somebody that `relation` of `name` leads to."""
@@ -271,7 +260,5 @@ class _Writer:
       # Of several, the one that it was asked for.
       value = answer if answer in values else self.one(values)
       read, at = [*read, f'{at} {relation} {value}'], value
-    return Trace(
-      Question('trace', text, (at,)),
-      (('think', '; '.join(read)), ('answer', at)),
-    )
+    actions = (('think', '; '.join(read)), ('answer', at))
+    return Trace(Question('trace', text, (at,)), actions)

@@ -13,8 +13,8 @@ command again continues where the run stopped, with what had ended of its step.
 
 from collections.abc import Sequence
 import dataclasses
+import functools
 import itertools
-import pathlib
 from typing import NamedTuple
 
 from ml_collections import ConfigDict
@@ -45,7 +45,6 @@ from searchrl_jax.types import Group, Rewards, Trajectory
 class Step(NamedTuple):
   """The samples of a step."""
 
-  proposals: list[game.Proposal]
   proposed: list[Group]
   asked: list  # the questions of `solved`, dummies included
   solved: list[Group]
@@ -111,14 +110,9 @@ class Sampler:
       groups, more = self._propose(round_)
       proposed, proposals = proposed + groups, proposals + more
     stand = [p.question for p in proposals if not p.reason][:slots]
-    reused, dummies = game.fill(
-      stand,
-      slots,
-      config,
-      self._pool,
-      game.rng(config, step, 'fill'),
-      [p.trajectory.question for p in proposals if p.reason],
-    )
+    lost = [p.trajectory.question for p in proposals if p.reason]
+    rng = game.rng(config, step, 'fill')
+    reused, dummies = game.fill(stand, slots, config, self._pool, rng, lost)
     asked = [*stand, *reused, *dummies]
     solved = self._play(SOLVER, asked, config.rollout) if asked else []
     reward = {}
@@ -140,7 +134,7 @@ class Sampler:
         solved, reward.get(SOLVER), self._envs[SOLVER], config.eval.match
       ),
     }
-    return Step(proposals, proposed, asked, solved, reward, shares, metrics)
+    return Step(proposed, asked, solved, reward, shares, metrics)
 
   def _propose(self, round_: int):
     """The proposals of one batch of answers, by the rules and verified."""
@@ -148,21 +142,13 @@ class Sampler:
     answers = self._stream.next(config.rollout.questions)
     if round_:  # an answer may come again in a step
       answers = [dataclasses.replace(q, id=f'{q.id}+{round_}') for q in answers]
-    groups = self._play(
-      PROPOSER,
-      game.briefs(answers, config),
-      game.role_config(config, PROPOSER).rollout,
-    )
-    env = self._envs[PROPOSER]
+    own = game.role_config(config, PROPOSER).rollout
+    groups = self._play(PROPOSER, game.briefs(answers, config), own)
+    env, reader = self._envs[PROPOSER], self._envs[VERIFIER]
     proposals = [game.read(t, env, config, step) for g in groups for t in g]
     if config.selfplay.verifier != 'none':
-      proposals = verify.verify(
-        proposals,
-        self._envs[VERIFIER],
-        config,
-        game.rng(config, step, f'verify{round_}'),
-        self._answers,
-      )
+      rng = game.rng(config, step, f'verify{round_}')
+      proposals = verify.verify(proposals, reader, config, rng, self._answers)
     return groups, proposals
 
   def _answers(self, questions) -> list[str | None]:
@@ -188,19 +174,23 @@ class Sampler:
           role=role,
           on_trajectory=self._ended.keep,
           ended=self._ended.named(role),
-          reward=self._rewards,  # the solver's sampler alone may ask
+          # The solver's sampler alone may ask.
+          reward=functools.partial(self._rewards, whole=False),
         )
       )
     self._stats.append(found.stats)
     return found.groups
 
-  async def _rewards(self, groups: Sequence[Group], step: int) -> Rewards:
-    """The solver's, of groups of a step."""
+  async def _rewards(
+    self, groups: Sequence[Group], step: int, whole: bool = True
+  ) -> Rewards:
+    """The solver's, of groups of a step; see `rewards.combine`."""
     run, env = self._run, self._envs[SOLVER]
     context = rewards.RewardContext(
       step, env, env.tokenizer, run.engine, run.source, self._judge
     )
-    return await rewards.combine(self._config.reward, groups, context)
+    terms = self._config.reward
+    return await rewards.combine(terms, groups, context, whole)
 
 
 def train(config, workdir: str) -> dict[str, float]:
@@ -220,16 +210,15 @@ def _train(config, workdir: str) -> dict[str, float]:
 
   # Data, tokens, environments: everything that can fail early.
   stream = data.open_stream(config.data, config.seed)
-  sets = (
-    data.load_sets(config.data.eval, config.data) if config.data.eval else {}
-  )
+  sets = config.data.eval and data.load_sets(config.data.eval, config.data)
   require_needs([('self-play', game.briefs, {})], stream.questions)
   rewards.check(config, stream.questions)
   tok = build.tokenizer(config, workdir)
   envs = game.environments(config, tok)
   briefs = game.briefs(stream.questions, config)
   checks.check_prompts(envs[PROPOSER], briefs)
-  checks.check_prompts(envs[SOLVER], [*itertools.chain(*sets.values())])
+  asked = [*itertools.chain(*sets.values())]
+  checks.check_prompts(envs[SOLVER], asked)
   pool = Pool(s, start.fingerprint(config, stream, envs))
   oracle = s.oracle and lookup.function('searchrl_jax', s.oracle)(config)
 
@@ -242,6 +231,8 @@ def _train(config, workdir: str) -> dict[str, float]:
   first = parameters.initial(config, cfg, mesh) if s.frozen else None
   frozen = start.Frozen(first and sync.checksums(first), config)
   sampler = Sampler(config, envs, stream, pool, oracle)
+  questions = {'data.train': stream.questions, 'data.eval': asked}
+  templates = ('env.template', 'selfplay.template', 'selfplay.reader')
   with Session(
     config,
     workdir,
@@ -250,22 +241,14 @@ def _train(config, workdir: str) -> dict[str, float]:
     limits=(config.train.steps, config.train.seconds, config.checkpoint.every),
     states={'stream': stream, 'pool': pool, 'frozen': frozen},
     unused=sampler,
-    contents=build.contents(
-      config,
-      {
-        'data.train': stream.questions,
-        'data.eval': [*itertools.chain(*sets.values())],
-      },
-      ('env.template', 'selfplay.template', 'selfplay.reader'),
-    ),
+    contents=build.contents(config, questions, templates),
   ) as run:
     run.open_source(tok)
     judge = run.open(judges.make(config))
-    reader = run.open(
-      verify.Reader(config.judge, pathlib.Path(workdir) / 'readings.jsonl')
-      if s.verifier == 'judge'
-      else None
-    )
+    reader = None
+    if s.verifier == 'judge':
+      readings = run.workdir / 'readings.jsonl'
+      reader = run.open(verify.Reader(config.judge, readings))
     canary = sync.canary_ids(envs[PROPOSER], briefs)
     engines = dict.fromkeys(envs, run.open_engine(tok, canary))
     if s.frozen:  # the proposer stays as it started

@@ -73,9 +73,8 @@ def readings(
       at = min(place, len(drawn))
       bundles = [*drawn[:at], p.evidence, *drawn[at:]]
       texts = dict.fromkeys(text for bundle in bundles for text in bundle)
-      text = s.reading.format(
-        evidence='\n'.join(texts), question=p.question.text
-      )
+      read = '\n'.join(texts)
+      text = s.reading.format(evidence=read, question=p.question.text)
       # By what it says: other noise, as after a failure, is another reading.
       question = dataclasses.replace(
         p.question, id=f'{p.question.id}#{_digest(text)}', text=text
@@ -154,14 +153,10 @@ class Reader:
       JudgeError: more than config.judge.max_failed of them failed.
     """
     names = [_digest(f'{self._model}\n{q.text}') for q in questions]
-    new = {
-      name: q.text
-      for name, q in zip(names, questions)
-      if name not in self._known
-    }
-    replies = dict(
-      zip(new, await asyncio.gather(*map(self._ask, new.values())), strict=True)
-    )
+    texts = dict(zip(names, (q.text for q in questions)))
+    new = {k: text for k, text in texts.items() if k not in self._known}
+    replies = await asyncio.gather(*map(self._ask, new.values()))
+    replies = dict(zip(new, replies, strict=True))
     replies = await separate_failures(replies, lambda: self._ask(_PASSAGE))
     replies = {
       name: None if getattr(reply, 'kind', '') == 'unusable' else reply
@@ -182,19 +177,16 @@ class Reader:
     return found
 
   async def _ask(self, text: str) -> str | None | ChatError:
+    messages = [
+      {'role': 'system', 'content': SYSTEM},
+      {'role': 'user', 'content': payload(text)},
+    ]
     try:
-      reply = await self._chat.reply(
-        [
-          {'role': 'system', 'content': SYSTEM},
-          {'role': 'user', 'content': payload(text)},
-        ],
-        max_tokens=TOKENS,
-        temperature=0.0,
-        schema=SCHEMA,
+      return _answer(
+        await self._chat.reply(messages, TOKENS, temperature=0.0, schema=SCHEMA)
       )
     except ChatError as e:
       return e
-    return _answer(reply)
 
   async def check(self) -> None:
     """Finds out who reads.
@@ -215,14 +207,14 @@ def _digest(text: str) -> str:
   return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
-def _answer(reply: str) -> str | ChatError:
+def _answer(reply: str) -> str:
   try:
     found = json.loads(reply)
   except ValueError:
     found = None
   if isinstance(found, dict) and isinstance(found.get('answer'), str):
     return found['answer']
-  return ChatError(
+  raise ChatError(
     'unusable',
     f'no answer in the form that is asked for: {reply[:200]!r}; name another '
     'model by config.judge',

@@ -24,7 +24,7 @@ import os
 
 import numpy as np
 
-from searchrl_jax.data.checks import DataError
+from searchrl_jax.data.checks import DataError, require
 from searchrl_jax.types import Question
 from searchrl_jax.worlds import microworld
 
@@ -83,15 +83,13 @@ def names(split: str) -> tuple[str, ...]:
   """Every name of a split; the splits are disjoint."""
   first = microworld.invented(SETTINGS.first, 'first')
   second = microworld.invented(SETTINGS.second, 'second')
-  order = np.random.default_rng(2).permutation(len(first) * len(second))
+  every = [f'{a} {b}' for a in first for b in second]
+  order = np.random.default_rng(2).permutation(len(every))
   at = 0
   for known, share in SHARES.items():
     count = int(len(order) * share)
     if known == split:
-      return tuple(
-        f'{first[i // len(second)]} {second[i % len(second)]}'
-        for i in order[at : at + count]
-      )
+      return tuple(every[i] for i in order[at : at + count])
     at += count
   raise DataError(f'split={split!r} is none of {tuple(SHARES)}')
 
@@ -117,17 +115,14 @@ def warm(seed: int, people: int) -> World:
 
 
 def _generate(seed: int, counts: Mapping[str, int]) -> World:
-  if seed < 0:
-    raise DataError(f'seed={seed} must not be negative')
+  require(seed >= 0, f'seed={seed} must not be negative')
   rng = np.random.default_rng([seed, 24])
   stated, people = {}, {}
   for split, count in counts.items():
     there = names(split)
-    if count % len(TIERS) or not 50 <= count <= len(there):
-      raise DataError(
-        f'{split}={count} people: a multiple of {len(TIERS)} from 50 to '
-        f'{len(there)}'
-      )
+    limits = f'a multiple of {len(TIERS)} from 50 to {len(there)}'
+    good = count % len(TIERS) == 0 and 50 <= count <= len(there)
+    require(good, f'{split}={count} people: {limits}')
     chosen = [there[i] for i in rng.permutation(len(there))[:count]]
     people[split] = tuple(chosen)
     stated |= _facts(rng, np.array(chosen).reshape(len(TIERS), -1))
@@ -219,10 +214,10 @@ def load(
     DataError: an unknown split, a hop outside 1 to 4.
   """
   world = generate(world_seed, play=play, heldout=heldout)
-  if split not in world.people:
-    raise DataError(f'split={split!r} is none of {tuple(world.people)}')
-  if set(hops) - {1, 2, 3, 4}:
-    raise DataError(f'hops={tuple(hops)}: there are 1, 2, 3 and 4')
+  known = tuple(world.people)
+  require(split in known, f'split={split!r} is none of {known}')
+  good = set(hops) <= {1, 2, 3, 4}
+  require(good, f'hops={tuple(hops)}: there are 1, 2, 3 and 4')
   rng = np.random.default_rng([world_seed, 25])
   people = world.people[split]
   chosen = [people[i] for i in rng.permutation(len(people))]
@@ -234,15 +229,13 @@ def load(
       out.append(Question(name, answer, (answer,), split))
       continue
     found, steps = _fresh(world, answer, hops[i % len(hops)], rng, seen)
+    asked = steps[::-1]  # from the person that the question names
+    start, source = steps[-1][1], f'{split}_{len(steps)}hop'
+    supporting = tuple(world.ids[person] for _, person in asked)
+    meta = {'path': (start, *(relation for relation, _ in asked))}
     out.append(
       Question(
-        name,
-        found,
-        (answer,),
-        f'{split}_{len(steps)}hop',
-        len(steps),
-        tuple(world.ids[person] for _, person in reversed(steps)),
-        meta={'path': (steps[-1][1], *(r for r, _ in reversed(steps)))},
+        name, found, (answer,), source, len(steps), supporting, meta=meta
       )
     )
   return out

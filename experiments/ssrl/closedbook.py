@@ -18,7 +18,7 @@ import os
 
 import numpy as np
 
-from searchrl_jax.data.checks import DataError
+from searchrl_jax.data.checks import require
 from searchrl_jax.data.core import Trace
 from searchrl_jax.types import Passage, Question
 from searchrl_jax.worlds import microworld
@@ -31,53 +31,37 @@ RELATIONS = ('birthplace', 'emblem', 'home', 'teacher')
 
 
 def generate(
-  seed: int,
-  *,
-  warm: int = 240,
-  rl: int = 160,
-  heldout: int = 100,
-  unseen: int = 80,
+  seed: int, *, warm=240, rl=160, heldout=100, unseen=80
 ) -> microworld.World:
   """Makes a world; its corpus holds all passages, the unseen ones too.
 
   Args:
     seed: any int >= 0.
-    warm: people of this split, >= 80; likewise
-    rl: these,
-    heldout: these and
-    unseen: these.
+    warm, rl, heldout, unseen: people of these splits, each >= 80.
 
   Raises:
     DataError: fewer people than a relation has values, or more than names.
   """
-  if seed < 0:
-    raise DataError(f'seed={seed} must not be negative')
+  require(seed >= 0, f'seed={seed} must not be negative')
   counts = dict(warm=warm, rl=rl, heldout=heldout, unseen=unseen)
   rng = np.random.default_rng([seed, 21])
   first = microworld.invented(SETTINGS.first, 'first')
   second = microworld.invented(SETTINGS.second, 'second')
-  pairs = rng.permutation(len(first) * len(second))
-  if sum(counts.values()) > len(pairs):
-    raise DataError(
-      f'{sum(counts.values())} people asked for; there are {len(pairs)} names'
-    )
+  names = [f'{a} {b}' for a in first for b in second]
+  order, total = rng.permutation(len(names)), sum(counts.values())
+  limit = f'{total} people asked for; there are {len(names)} names'
+  require(total <= len(names), limit)
   people, facts, at = {}, {}, 0
   for split, count in counts.items():
-    if count < LEAST:
-      raise DataError(
-        f'{split}={count} people: at least {LEAST}, so that no answer is '
-        'frequent'
-      )
-    people[split] = [
-      f'{first[i // len(second)]} {second[i % len(second)]}'
-      for i in pairs[at : at + count]
-    ]
+    why = f'at least {LEAST}, so that no answer is frequent'
+    require(count >= LEAST, f'{split}={count} people: {why}')
+    people[split] = [names[i] for i in order[at : at + count]]
     at += count
     facts |= _facts(rng, people[split])
   ids, corpus = microworld.passages(rng, facts)
   questions = {
-    split: microworld.ask(rng, f'closed-{seed}-{split}', names, facts, ids)
-    for split, names in people.items()
+    split: microworld.ask(rng, f'closed-{seed}-{split}', own, facts, ids)
+    for split, own in people.items()
   }
   return microworld.World(seed, SETTINGS, corpus, facts, questions)
 
@@ -125,18 +109,14 @@ def load(
     shuffled: each question has the golden answer of another one on the same
       relation, never its own: a control, in which the right answer earns
       nothing and a wrong one now and then.
-    warm: see `generate`; so are the rest.
-    rl: see above.
-    heldout: see above.
-    unseen: see above.
+    warm, rl, heldout, unseen: see `generate`.
 
   Raises:
     DataError: an unknown split or hop, or more questions than there are.
   """
-  if split not in SPLITS:
-    raise DataError(f'split={split!r} is none of {SPLITS}')
-  if not hops or set(hops) - {1, 2}:
-    raise DataError(f'hops={tuple(hops)}: there are 1 and 2')
+  require(split in SPLITS, f'split={split!r} is none of {SPLITS}')
+  good = hops and set(hops) <= {1, 2}
+  require(good, f'hops={tuple(hops)}: there are 1 and 2')
   world = generate(world_seed, warm=warm, rl=rl, heldout=heldout, unseen=unseen)
   questions = microworld.pick(world, split, n, hops)
   return shuffle_golds(questions, world_seed) if shuffled else questions
@@ -179,10 +159,9 @@ class Mix:
 
   def __post_init__(self):
     for name, value in dataclasses.asdict(self).items():
-      if not 0 <= value <= 1:
-        raise DataError(f'{name}={value} must lie between 0 and 1')
-    if self.direct + self.poor * (1 + self.tilt) > 1 + 1e-6:
-      raise DataError('direct + poor * (1 + tilt) must not exceed 1')
+      require(0 <= value <= 1, f'{name}={value} must lie between 0 and 1')
+    good = self.direct + self.poor * (1 + self.tilt) <= 1 + 1e-6
+    require(good, 'direct + poor * (1 + tilt) must not exceed 1')
 
   def poorly(self, relation: str) -> float:
     """The chance that a question on it is searched for poorly."""
@@ -223,16 +202,9 @@ def traces(
     recalls: texts of searches, each followed by the passage it finds.
     passages: texts of passages alone.
     pack: passages in each text.
-    direct: see `Mix`, as are the next four.
-    poor: see above.
-    tilt: see above.
-    again: see above.
-    short: see above.
+    direct, poor, tilt, again, short: see `Mix`.
     seed: of behaviours and packing.
-    warm: see `generate`; so are the rest.
-    rl: see above.
-    heldout: see above.
-    unseen: see above.
+    warm, rl, heldout, unseen: see `generate`.
 
   Raises:
     DataError: a fraction out of range, or a world that cannot be.
@@ -280,24 +252,16 @@ def _packs(rng, items, count, size):
 
 
 def _query(rng, world, mix) -> Trace:
-  while (
-    name := ' '.join(
-      str(rng.choice(microworld.invented(getattr(SETTINGS, kind), kind)))
-      for kind in ('first', 'second')
-    )
-  ) in world.facts:
+  first = microworld.invented(SETTINGS.first, 'first')
+  second = microworld.invented(SETTINGS.second, 'second')
+  while (name := f'{rng.choice(first)} {rng.choice(second)}') in world.facts:
     pass
   relation = str(rng.choice(RELATIONS))
   of = 'the teacher of ' if rng.random() < 0.5 else ''
   query = relation if rng.random() < mix.poorly(relation) else name
-  return Trace(
-    None,
-    (
-      ('other', f'Question: What is the {relation} of {of}{name}?'),
-      ('think', f'find {query}'),
-      ('search', query),
-    ),
-  )
+  asked = f'Question: What is the {relation} of {of}{name}?'
+  actions = dict(other=asked, think=f'find {query}', search=query)
+  return Trace(None, tuple(actions.items()))
 
 
 def _trace(question, world, known, rng, mix: Mix) -> Trace:
@@ -305,9 +269,8 @@ def _trace(question, world, known, rng, mix: Mix) -> Trace:
   relation, actions = path[-1], []
 
   def look_up(thought, query, found):
-    actions.extend(
-      [('think', thought), ('search', query), ('information', (known[found],))]
-    )
+    read = dict(think=thought, search=query, information=(known[found],))
+    actions.extend(read.items())
     return world.facts[found]
 
   def chance(p):

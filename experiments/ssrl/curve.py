@@ -9,6 +9,7 @@ paper's plotted curves do, which no set of nested samples can). The law is the
 paper's, c = exp(a k^b) (Brown et al. 2024, arXiv 2407.21787, section 3).
 """
 
+import collections
 from collections.abc import Mapping, Sequence
 import json
 import pathlib
@@ -46,11 +47,8 @@ def fit(ks: Sequence[int], shares: Sequence[float]) -> dict[str, float]:
   # ln(-ln c) = ln(-a) + b ln k is a line: where the search starts.
   b, ln = np.polyfit(np.log(k[inside]), np.log(-np.log(c[inside])), 1)
   (a, b), _ = scipy.optimize.curve_fit(law, k, c, p0=(-np.exp(ln), b))
-  return {
-    'a': float(a),
-    'b': float(b),
-    'mae': float(np.abs(law(k, a, b) - c).mean()),
-  }
+  mae = np.abs(law(k, a, b) - c).mean()
+  return {'a': float(a), 'b': float(b), 'mae': float(mae)}
 
 
 def law(k, a, b):
@@ -66,13 +64,10 @@ def guessing(questions, k: int) -> float:
   Alike are questions that ask for the same relation: so it is a guess by one
   who knows all answers there are and not whose they are.
   """
-  alike = {}
-  for q in questions:
-    alike.setdefault(q.meta['path'][-1], []).append(q.answers)
-  chances = []
-  for q in questions:
-    others = alike[q.meta['path'][-1]]
-    chances.append(others.count(q.answers) / len(others))
+  pairs = [(q.meta['path'][-1], q.answers) for q in questions]
+  same = collections.Counter(pairs)
+  alike = collections.Counter(relation for relation, _ in pairs)
+  chances = [same[pair] / alike[pair[0]] for pair in pairs]
   return float(np.mean(1 - (1 - np.array(chances)) ** k))
 
 
@@ -102,38 +97,30 @@ SCORES = (*shown('pass', 'maj', 'guess'), 'a', 'b', 'mae')
 
 def plot(arms: Mapping[str, dict], path: pathlib.Path) -> None:
   """pass@k with its law and maj@k of each arm; guessing."""
-  import matplotlib
+  # Not the backend that a notebook has set.
+  from matplotlib.figure import Figure
 
-  matplotlib.use('Agg')
-  from matplotlib import pyplot
-
-  figure, axis = pyplot.subplots(figsize=(5, 3.4))
+  figure = Figure(figsize=(5, 3.4))
+  axis = figure.subplots()
   smooth = np.geomspace(KS[0], KS[-1], 50)
   for n, (name, arm) in enumerate(arms.items()):
     mean = {k: v['mean'] for k, v in arm['mean']['curve'].items()}
-    at = {kind: [mean[s] for s in shown(kind)] for kind in ('pass', 'maj')}
-    line = law(smooth, *(mean[p] for p in 'ab'))
-    axis.plot(KS, at['pass'], 'o', color=f'C{n}', label=f'{name}, pass@k')
-    axis.plot(smooth, line, color=f'C{n}', linewidth=1)
-    axis.plot(
-      KS,
-      at['maj'],
-      's--',
-      color=f'C{n}',
-      markersize=3,
-      linewidth=1,
-      label=f'{name}, maj@k',
+    passed, voted, guessed = (
+      [mean[score] for score in shown(kind)]
+      for kind in ('pass', 'maj', 'guess')
     )
-  axis.plot(
-    KS, [mean[s] for s in shown('guess')], color='0.6', label='guessing'
-  )
+    line = law(smooth, mean['a'], mean['b'])
+    votes = dict(markersize=3, linewidth=1, label=f'{name}, maj@k')
+    axis.plot(KS, passed, 'o', color=f'C{n}', label=f'{name}, pass@k')
+    axis.plot(smooth, line, color=f'C{n}', linewidth=1)
+    axis.plot(KS, voted, 's--', color=f'C{n}', **votes)
+  axis.plot(KS, guessed, color='0.6', label='guessing')
   axis.set_xscale('log', base=2)
   axis.set(xlabel='samples k', ylabel='held-out questions right', ylim=(0, 1))
   axis.spines[['top', 'right']].set_visible(False)
   axis.legend(frameon=False, fontsize=8)
   figure.tight_layout()
   figure.savefig(path, dpi=80)
-  pyplot.close(figure)
 
 
 def main(argv: Sequence[str]) -> None:

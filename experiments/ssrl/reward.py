@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import re
 
 from searchrl_jax.rewards import scores
-from searchrl_jax.rewards.core import RewardContext, RewardError, per_trajectory
+from searchrl_jax.rewards.core import RewardContext, per_trajectory, require
 from searchrl_jax.text.env import SearchEnv
 from searchrl_jax.text.parser import OUTSIDE
 from searchrl_jax.types import Group, Rewards, Trajectory
@@ -57,19 +57,15 @@ binary.needs = ('answers',)
 
 
 def _scored(groups, context: RewardContext, weight: float, of) -> Rewards:
-  if context.env is None:
-    raise RewardError('a reward of answers or format needs RewardContext.env')
-  if not 0 <= weight <= 1:
-    raise RewardError(f'format_weight={weight}: a share in 0..1')
+  what = 'a reward of answers or format needs RewardContext.env'
+  require(context.env is not None, what)
+  require(0 <= weight <= 1, f'format_weight={weight}: a share in 0..1')
 
   def reward(t: Trajectory) -> dict[str, float]:
     em = scores.exact_match(context.env.answer(t), t.question.answers)
     form = float(of(format_score(t, context.env)))
-    return {
-      'value': (1 - weight) * em + weight * form,
-      'em': em,
-      'format': form,
-    }
+    value = (1 - weight) * em + weight * form
+    return {'value': value, 'em': em, 'format': form}
 
   return per_trajectory(groups, reward)
 

@@ -24,6 +24,10 @@ def real(searches: int, when: str = 'always'):
   )
 
 
+def em(arm: str, when: str, part: str):
+  return lambda at: at(arm, when, f'{part}/em').mean
+
+
 SIM_TO_REAL = {
   'after': rows.evaluation({}),
   'k1': real(1),
@@ -42,22 +46,12 @@ ROW = rows.Row(
     rows.Arm('no_information', small('no_information'), 'warm', seeds=(0,)),
   ),
   bars=(
+    rows.Bar('ssrl_heldout_gain', em('grpo', 'gain', HELDOUT), 0.15),
     rows.Bar(
-      'ssrl_heldout_gain',
-      lambda at: at('grpo', 'gain', f'{HELDOUT}/em').mean,
-      0.15,
+      'ssrl_unseen', em('grpo', 'after', UNSEEN), GUESS + 0.05, at_most=True
     ),
     rows.Bar(
-      'ssrl_unseen',
-      lambda at: at('grpo', 'after', f'{UNSEEN}/em').mean,
-      GUESS + 0.05,
-      at_most=True,
-    ),
-    rows.Bar(
-      'ssrl_shuffled_gain',
-      lambda at: at('shuffled', 'gain', f'{HELDOUT}/em').mean,
-      0.02,
-      at_most=True,
+      'ssrl_shuffled_gain', em('shuffled', 'gain', HELDOUT), 0.02, at_most=True
     ),
   ),
   scores=(

@@ -15,7 +15,7 @@ import pathlib
 
 import numpy as np
 
-from searchrl_jax.data.checks import DataError
+from searchrl_jax.data.checks import require
 from searchrl_jax.data.core import Trace
 from searchrl_jax.types import Question
 
@@ -57,28 +57,17 @@ def load(*, world_seed: int, split: str, n: int) -> list[Question]:
   Raises:
     DataError: an unknown split, or more questions than there are.
   """
-  if split not in SPLITS:
-    raise DataError(f'split={split!r} is none of {SPLITS}')
-  if not 0 < n <= ASKED:
-    raise DataError(f'n={n} questions of {split!r}: 1 to {ASKED}')
+  require(split in SPLITS, f'split={split!r} is none of {SPLITS}')
+  require(0 < n <= ASKED, f'n={n} questions of {split!r}: 1 to {ASKED}')
   at = SPLITS.index(split) * ASKED
   out = []
   for i, (a, b) in enumerate(_pairs(world_seed)[at : at + n].tolist()):
     divisor = DIVISORS[i % len(DIVISORS)]
     value = fractions.Fraction(a + b, divisor)
-    gold = (
-      str(value.numerator)
-      if value.denominator == 1
-      else (FORMS[0] % (value.numerator, value.denominator))
-    )
-    out.append(
-      Question(
-        id=f'sum-{world_seed}-{split}-{i}',
-        text=f'({a}+{b})/{divisor}',
-        answers=(gold,),
-        source='arithmetic',
-      )
-    )
+    ratio = FORMS[0] % (value.numerator, value.denominator)
+    gold = str(value) if value.denominator == 1 else ratio
+    name, text = f'sum-{world_seed}-{split}-{i}', f'({a}+{b})/{divisor}'
+    out.append(Question(name, text, (gold,), 'arithmetic'))
   return out
 
 
@@ -98,8 +87,8 @@ def traces(
   Raises:
     DataError: a share out of range.
   """
-  if not (0 <= slip <= 1 and 0 <= hasty <= 2 / 3):
-    raise DataError(f'slip={slip} in 0..1 and hasty={hasty} in 0..2/3')
+  good = 0 <= slip <= 1 and 0 <= hasty <= 2 / 3
+  require(good, f'slip={slip} in 0..1 and hasty={hasty} in 0..2/3')
   rng = np.random.default_rng([world_seed, seed, 26])
   pairs = _pairs(world_seed)[len(SPLITS) * ASKED :]
   out = []
@@ -112,13 +101,9 @@ def traces(
     else:
       steps, total = _steps(a, b, rng, slip)
     box = str(rng.choice(FORMS)) % (total, divisor)
-    out.append(
-      Trace(
-        Question(f'trace-{i}', f'({a}+{b})/{divisor}'),
-        (('other', f'{steps}so \\boxed{{{box}}}'),),
-        total == a + b,
-      )
-    )
+    question = Question(f'trace-{i}', f'({a}+{b})/{divisor}')
+    said = f'{steps}so \\boxed{{{box}}}'
+    out.append(Trace(question, (('other', said),), total == a + b))
   return out
 
 
@@ -142,15 +127,12 @@ def tokenizer(folder: str | os.PathLike) -> str:
 
   ids = {token: i for i, token in enumerate((PAD, EOS, UNK, *WORDS, 'so'))}
   tok = tokenizers.Tokenizer(models.WordLevel(ids, unk_token=UNK))
-  tok.pre_tokenizer = pre_tokenizers.Split(
-    tokenizers.Regex(SPLIT), behavior='isolated'
-  )
+  words = tokenizers.Regex(SPLIT)
+  tok.pre_tokenizer = pre_tokenizers.Split(words, behavior='isolated')
   tok.decoder = decoders.Fuse()
-  transformers.PreTrainedTokenizerFast(
-    tokenizer_object=tok,
-    pad_token=PAD,
-    eos_token=EOS,
-    unk_token=UNK,
-    clean_up_tokenization_spaces=False,
-  ).save_pretrained(folder)
+  special = dict(pad_token=PAD, eos_token=EOS, unk_token=UNK)
+  fast = transformers.PreTrainedTokenizerFast(
+    tokenizer_object=tok, clean_up_tokenization_spaces=False, **special
+  )
+  fast.save_pretrained(folder)
   return str(pathlib.Path(folder))

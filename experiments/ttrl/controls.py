@@ -4,84 +4,61 @@ Votes, trained samples and parts are those of `rewards.vote.majority`, so that
 an arm differs in its labels alone.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+import functools
 import zlib
 
 import numpy as np
 
 from searchrl_jax.rewards import equivalence, vote
-from searchrl_jax.rewards.core import RewardContext
-from searchrl_jax.types import Group, Question, Rewards
+from searchrl_jax.types import Question
 
 
-async def golds(
-  groups: Sequence[Group],
-  context: RewardContext,
-  *,
-  votes: int,
-  train: int,
-  match: str,
-  max_abstained: float,
-) -> Rewards:
-  """The golden answer: the ceiling. Where no vote has it, there is no label.
+def _control(choose: Callable):
+  """A reward as `vote.majority`, with another label.
 
-  Args: see `vote.majority`.
+  choose: (keys of the votes, question, step, match) -> key of the label, None:
+  there is none; see `vote.Choose`.
   """
 
-  def choose(keys, question, step):
-    return next(
-      (
-        key for key in keys if equivalence.correct(key, question.answers, match)
-      ),
-      None,
-    )
+  async def control(groups, context, *, votes, train, match, max_abstained):
+    del max_abstained  # of a step: `vote.check_step`
+    own = functools.partial(choose, match=match)
+    return vote.labelled(groups, context, own, votes, train, match)
 
-  del max_abstained
-  return vote.labelled(groups, context, choose, votes, train, match)
+  control.__name__, control.__doc__ = choose.__name__, choose.__doc__
+  control.check, control.check_step = vote.check, vote.check_step
+  control.compares_group = True
+  return control
 
 
-async def random(
-  groups: Sequence[Group],
-  context: RewardContext,
-  *,
-  votes: int,
-  train: int,
-  match: str,
-  max_abstained: float,
-) -> Rewards:
+@_control
+def golds(keys, question, step, match) -> str | None:
+  """The golden answer: the ceiling. Where no vote has it, there is no label."""
+  del step
+  answers = question.answers
+  right = (key for key in keys if equivalence.correct(key, answers, match))
+  return next(right, None)
+
+
+@_control
+def random(keys, question, step, match) -> str | None:
   """Any of the answers that the votes name, each as likely: what is learnt
   from groups, rewards and their spread without knowing which answer is right.
 
-  Args: see `vote.majority`. The draw depends on question and step alone.
+  The draw depends on question and step alone.
   """
-
-  def choose(keys, question, step):
-    return drawn(sorted(set(keys) - {None}), question, step)
-
-  del max_abstained
-  return vote.labelled(groups, context, choose, votes, train, match)
+  del match
+  return drawn(sorted(set(keys) - {None}), question, step)
 
 
-async def random_vote(
-  groups: Sequence[Group],
-  context: RewardContext,
-  *,
-  votes: int,
-  train: int,
-  match: str,
-  max_abstained: float,
-) -> Rewards:
+@_control
+def random_vote(keys, question, step, match) -> str | None:
   """The answer of any of the votes, so frequent answers more often: a vote of
-  one, whose mean over draws still points to the majority.
-
-  Args: see `random`.
+  one, whose mean over draws still points to the majority; drawn as `random`.
   """
-
-  def choose(keys, question, step):
-    return drawn([key for key in keys if key], question, step)
-
-  del max_abstained
-  return vote.labelled(groups, context, choose, votes, train, match)
+  del match
+  return drawn([key for key in keys if key], question, step)
 
 
 def drawn(keys: Sequence[str], question: Question, step: int) -> str | None:
@@ -90,6 +67,4 @@ def drawn(keys: Sequence[str], question: Question, step: int) -> str | None:
   return keys[rng.integers(len(keys))] if keys else None
 
 
-for control in golds, random, random_vote:
-  control.check, control.check_step = vote.check, vote.check_step
 golds.needs = ('answers',)

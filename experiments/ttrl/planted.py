@@ -10,37 +10,27 @@ import dataclasses
 
 import numpy as np
 
-from searchrl_jax.data.checks import DataError
-from searchrl_jax.worlds import microworld
+from searchrl_jax.data.checks import require
+from searchrl_jax.worlds import atlas, microworld
 
 
 def generate(
-  seed: int,
-  *,
-  asked: int,
-  share: float,
-  train: int = 400,
-  heldout: int = 150,
-  relations: int = 4,
+  seed: int, *, asked: int, share: float, train=400, heldout=150, relations=4
 ) -> microworld.World:
   """`microworld.generate`, with planted passages; questions stay as they are.
 
   Args:
-    seed: as there, and the rest.
+    seed: see `microworld.generate`.
     asked: the first so many train questions are the test-time set.
     share: of these, how many are contradicted at least; in 0..1.
-    train: see `microworld.generate`.
-    heldout: see there.
-    relations: see there.
+    train, heldout, relations: see `microworld.generate`.
 
   Raises:
     DataError: a share out of range, or one that cannot be reached.
   """
-  if not 0 <= share <= 1:
-    raise DataError(f'share={share} must lie between 0 and 1')
-  world = microworld.generate(
-    seed, train=train, heldout=heldout, relations=relations
-  )
+  require(0 <= share <= 1, f'share={share} must lie between 0 and 1')
+  sizes = dict(train=train, heldout=heldout, relations=relations)
+  world = microworld.generate(seed, **sizes)
   questions = microworld.pick(world, 'train', asked)
   read = {fact for q in questions for fact in facts_of(world, q)}
   rng = np.random.default_rng([seed, 24])
@@ -52,43 +42,24 @@ def generate(
     mine = {r for n, r in read if n == name}
     if len(mine) == relations:  # nothing of this person can be left out
       continue
-    values = sorted(
-      {
-        facts[relation]
-        for n, facts in world.facts.items()
-        if relation in facts
-        and n != name
-        and facts[relation] not in (world.facts[name][relation], name)
-      }
-    )
-    false.setdefault(name, {})[relation] = str(rng.choice(values))
-  if len(contradicted(world, questions, false)) < share * asked:
-    raise DataError(f'share={share} of asked={asked} questions: too many')
-  return dataclasses.replace(
-    world,
-    corpus=(
-      *world.corpus,
-      *(
-        {
-          'id': str(len(world.corpus) + i),
-          'contents': passage(
-            world, name, said, {r for n, r in read if n == name}
-          ),
-        }
-        for i, (name, said) in enumerate(false.items())
-      ),
-    ),
-  )
+    values = {own[relation] for own in world.facts.values() if relation in own}
+    values -= {world.facts[name][relation], name}
+    false.setdefault(name, {})[relation] = str(rng.choice(sorted(values)))
+  enough = len(contradicted(world, questions, false)) >= share * asked
+  require(enough, f'share={share} of asked={asked} questions: too many')
+  corpus = [*world.corpus]
+  for name, said in false.items():
+    mine = {r for n, r in read if n == name}
+    contents = passage(world, name, said, mine)
+    corpus.append({'id': str(len(corpus)), 'contents': contents})
+  return dataclasses.replace(world, corpus=tuple(corpus))
 
 
 def facts_of(world, question) -> list[tuple[str, str]]:
   """The (name, relation) pairs that answer it, in order."""
   name, *path = question.meta['path']
-  out = []
-  for relation in path:
-    out.append((name, relation))
-    name = world.facts[name][relation]
-  return out
+  steps = atlas.walk(world.facts, name, path)
+  return [(person, relation) for person, relation, _ in steps]
 
 
 def contradicted(world, questions, false) -> list:

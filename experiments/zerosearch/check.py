@@ -9,10 +9,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 import json
 import pathlib
 
-from searchrl_jax.rewards.scores import normalise
+from searchrl_jax.rewards import scores
 from searchrl_jax.run import command
 from searchrl_jax.store import records
 from searchrl_jax.types import SEARCH, SearchResult, Trajectory
+
+# Shares of documents that hold the gold; see `count`.
+GOLD = ('useful_gold', 'noisy_gold', 'useful_gold_all', 'noisy_gold_all')
 
 
 def asks(trajectory: Trajectory) -> Iterator[bool]:
@@ -48,15 +51,7 @@ def count(
   search engine answered; noise: share of noisy ones among the others; failed:
   queries without an answer.
   """
-  holds_by_kind = {
-    name: []
-    for name in (
-      'useful_gold',
-      'noisy_gold',
-      'useful_gold_all',
-      'noisy_gold_all',
-    )
-  }
+  holds_by_kind = {name: [] for name in GOLD}
   real = failed = 0
   for trajectory in trajectories:
     for search, right in zip(trajectory.calls(SEARCH), asks(trajectory)):
@@ -69,10 +64,7 @@ def count(
         continue
       kind = name.split('-')[1]
       text = ' '.join(p.text for p in search.passages)
-      holds = any(
-        f' {normalise(a)} ' in f' {normalise(text)} '
-        for a in trajectory.question.answers
-      )
+      holds = scores.states(text, trajectory.question.answers)
       holds_by_kind[f'{kind}_gold_all'].append(holds)
       if right:
         holds_by_kind[f'{kind}_gold'].append(holds)

@@ -8,9 +8,6 @@ evaluated on the real search engine. README.md has the figures.
 from configs import search_r1, zerosearch
 from experiments import rows
 from experiments.zerosearch import check
-from searchrl_jax.evaluate import policy as evaluate
-
-ONE, TWO = 'eval/hops=1', 'eval/hops=2'
 
 
 def small(arg: str = ''):
@@ -33,14 +30,15 @@ def real(seed: int):
   return c
 
 
+REAL = rows.evaluation({'source.module': 'service'})
+
+
 def before(config, run: str, out: str):
   """The start of an arm, on the real search engine."""
-  changed = config.copy_and_resolve_references()
-  changed.source.module = 'service'
-  return evaluate.evaluate(changed, changed.train.init, out)
+  del run
+  return REAL(config, config.train.init, out)
 
 
-REAL = rows.evaluation({'source.module': 'service'})
 TRAINED = {'after': REAL, 'documents': check.measure}
 SIMULATED = dict(
   warm='warm',
@@ -53,8 +51,11 @@ def documents(score: str):
   return lambda at: at('curriculum', 'documents', f'documents/{score}').mean
 
 
-def em(arm: str, when: str = 'after'):
-  return lambda at: at(arm, when, 'eval/em').mean
+def em_above(arm: str, other: str, when: str = 'after'):
+  """By how much an arm's exact match is above another's, as it was `when`."""
+  return lambda at: (
+    at(arm, 'after', 'eval/em').mean - at(other, when, 'eval/em').mean
+  )
 
 
 ROW = rows.Row(
@@ -82,10 +83,7 @@ ROW = rows.Row(
   ),
   bars=(
     rows.Bar(
-      'zerosearch_gap',
-      lambda at: em('real')(at) - em('curriculum')(at),
-      0.10,
-      at_most=True,
+      'zerosearch_gap', em_above('real', 'curriculum'), 0.10, at_most=True
     ),
     rows.Bar(
       'zerosearch_real_queries', documents('real_queries'), 0.0, at_most=True
@@ -94,7 +92,7 @@ ROW = rows.Row(
     rows.Bar('zerosearch_noisy', documents('noisy_gold'), 0.1, at_most=True),
     rows.Bar(
       'zerosearch_noise_alone_gain',
-      lambda at: em('p1')(at) - em('p1', 'before')(at),
+      em_above('p1', 'p1', 'before'),
       0.02,
       at_most=True,
     ),
@@ -106,14 +104,7 @@ ROW = rows.Row(
     'guessed',
     'parsed',
     'tokens',
-    'useful_gold',
-    'noisy_gold',
-    'useful_gold_all',
-    'noisy_gold_all',
-    'useful_gold_n',
-    'noisy_gold_n',
-    'useful_gold_all_n',
-    'noisy_gold_all_n',
+    *(f'{name}{end}' for end in ('', '_n') for name in check.GOLD),
     'real_queries',
     'noise',
     'failed',
