@@ -25,7 +25,6 @@ more than 90 % of its memory.
 import contextlib
 from importlib import metadata
 import itertools
-import math
 import os
 import pathlib
 import shutil
@@ -165,16 +164,17 @@ def memory(have) -> str:
 
 
 def disk(have) -> str:
-  """Room for the checkpoints of a new run."""
-  like = Learner(have.config, have.cfg, have.mesh).like()
-  size = sum(
-    math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(like)
-  )
+  """Room for the checkpoints of a new run, and what it writes once."""
+  learner = Learner(have.config, have.cfg, have.mesh)
   kept = have.config.checkpoint
-  need = size * (kept.keep + bool(kept.best) + 1)  # and one that is written
+  size, once = (
+    sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+    for tree in (learner.like(), learner.fixed)
+  )
+  # And one checkpoint that is written.
+  need = size * (kept.keep + bool(kept.best) + 1) + once
   folder = pathlib.Path(have.workdir).absolute()
-  while not folder.exists():
-    folder = folder.parent
+  folder = next(p for p in (folder, *folder.parents) if p.exists())
   lookup.require(
     os.access(folder, os.W_OK),
     f'{folder} is not writable: choose another --workdir',

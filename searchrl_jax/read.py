@@ -320,13 +320,10 @@ class Run:
 
   def answer(self, trajectory: Trajectory) -> str | None:
     """The policy's last answer, as `SearchEnv.answer` finds it."""
+    template, mode = self._template, self.config.data.prompt
+    begun = untrusted.begun(template, trajectory.question, mode)
     found = parser.blocks(
-      trajectory.segments,
-      self._template,
-      self.tokenizer,
-      begun=untrusted.begun(
-        self._template, trajectory.question, self.config.data.prompt
-      ),
+      trajectory.segments, template, self.tokenizer, begun=begun
     )
     return parser.answer(found, self.config.env.answer)
 

@@ -307,12 +307,9 @@ def _sft(config, workdir: str) -> dict[str, float]:
       begin = time.monotonic()
       with run.writer.timer('update'):
         part = [trajectories[i] for i in rows[run.step]]
+        kept, groups = np.ones(len(part), bool), np.arange(len(part))
         (mini,) = batching.make(
-          part,
-          np.ones(len(part), bool),
-          np.arange(len(part)),
-          config.batch,
-          shards=learner.shards,
+          part, kept, groups, config.batch, shards=learner.shards
         )
         learned = learner.step(mini)
       seconds = time.monotonic() - begin

@@ -49,11 +49,9 @@ def _train(config, workdir: str) -> dict[str, float]:
   stream = data.open_stream(config.data, config.seed)
   sets = config.data.eval and data.load_sets(config.data.eval, config.data)
   checks.check_data(config, stream.questions)
-  asked = {
-    'data.train': stream.questions,
-    'data.eval': [*itertools.chain(*sets.values())],
-  }
-  questions = [*itertools.chain(*asked.values())]
+  held_out = [*itertools.chain(*sets.values())]
+  asked = {'data.train': stream.questions, 'data.eval': held_out}
+  questions = [*stream.questions, *held_out]
   build.require_same_run(config, questions)
   tok = build.tokenizer(config, workdir)
   env = build.environment(config, tok)
@@ -77,19 +75,11 @@ def _train(config, workdir: str) -> dict[str, float]:
     source = run.open_source(tok)
     judge = run.open(judges.make(config))
     engine = run.open_engine(tok, sync.canary_ids(env, stream.questions))
+    shared = dict(env=env, engine=engine, source=source, judge=judge)
     run.evaluator = sets and grading.Evaluator(
-      sets,
-      config=config,
-      env=env,
-      engine=engine,
-      source=source,
-      writer=run.writer,
-      runner=run.signals.run,
-      judge=judge,
+      sets, config=config, writer=run.writer, runner=run.signals.run, **shared
     )
-    context = rewards.RewardContext(
-      env=env, tokenizer=tok, engine=engine, source=source, judge=judge
-    )
+    context = rewards.RewardContext(tokenizer=tok, **shared)
     rollouts.open(run.signals, run.writer.timer, context)
     run.begin()
 
@@ -102,12 +92,9 @@ def _train(config, workdir: str) -> dict[str, float]:
 
       # Rewards -> fixed-shape microbatches -> log-probs, values -> advantages.
       with run.writer.timer('batch'):
+        seed = config.seed, run.step
         batch = batching.of_step(
-          groups,
-          reward,
-          config,
-          shards=learner.shards,
-          seed=(config.seed, run.step),
+          groups, reward, config, shards=learner.shards, seed=seed
         )
       outputs = learner.outputs(batch.minibatches, run.writer.timer)
       given = credit.assign(config, batch, **outputs._asdict(), greedy=baseline)

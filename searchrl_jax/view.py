@@ -91,9 +91,9 @@ def write(
       rows += ({'run': n} | row for row in _step(run, part, step, count, stem))
   if len(runs) > 1:
     _require_comparable(runs, rows)
-  questions = {
-    q: n for n, q in enumerate(dict.fromkeys(r['asked'] for r in rows))
-  }
+  questions: dict[tuple, int] = {}
+  for row in rows:
+    row['question'] = questions.setdefault(row['asked'], len(questions))
   revision = f'{time.time_ns():x}'
   index = {
     'live': _SECONDS if live else 0,
@@ -106,10 +106,7 @@ def write(
     },
     'questions': [*questions],
     'columns': COLUMNS,
-    'rows': [
-      [(r | {'question': questions[r['asked']]})[name] for name in COLUMNS]
-      for r in rows
-    ],
+    'rows': [[row[name] for name in COLUMNS] for row in rows],
   }
   _script(folder / INDEX, 'index', records.plain(index))
   _script(folder / LIVE, 'revision', revision)
@@ -350,11 +347,10 @@ def follow(
   It rests three times as long as it wrote: the run needs the processor too.
   """
   seen: Any = None
+  folders = [*map(pathlib.Path, runs)]
   while True:
-    files = [
-      p for run in runs for p in pathlib.Path(run).glob('*/step_*.parquet')
-    ]
-    files += [pathlib.Path(run) / 'metrics.jsonl' for run in runs]
+    files = [p for run in folders for p in run.glob('*/step_*.parquet')]
+    files += [run / 'metrics.jsonl' for run in folders]
     begin = time.monotonic()
     try:
       now = {p: p.stat().st_mtime_ns for p in files if p.exists()}
@@ -371,14 +367,8 @@ def main():
   runs = [w for w in (_WORKDIR.value, _AGAINST.value) if w]
   out = pathlib.Path(_OUT.value or pathlib.Path(runs[0]) / 'report.html')
   lookup.require(out.suffix == '.html', f'--out={out}: name a .html file')
-  page = functools.partial(
-    write,
-    runs[0],
-    out,
-    against=_AGAINST.value,
-    trajectories=_TRAJECTORIES.value,
-    live=_SERVE.value,
-  )
+  how = {'against': _AGAINST.value, 'trajectories': _TRAJECTORIES.value}
+  page = functools.partial(write, runs[0], out, live=_SERVE.value, **how)
   if not _SERVE.value:
     print(page())
     return

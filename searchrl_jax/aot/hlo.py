@@ -83,8 +83,7 @@ class Instruction:
     return sum(shape.nbytes for shape in self.results if not shape.near)
 
 
-@dataclasses.dataclass(frozen=True)
-class Collective:
+class Collective(NamedTuple):
   """A collective operation of one device.
 
   nbytes: of its result. times: how often it runs; loop: whether in a loop.
@@ -201,11 +200,8 @@ class Program:
           # XLA gathers small tensors on TPUs as a sum of parts, zero elsewhere.
           if given and all(self._root(g).opcode in _IN_PLACE for g in given):
             kind = 'all-gather'
-        out.append(
-          Collective(
-            kind, i.results, i.nbytes, times, loop, i.op, sent, i.group
-          )
-        )
+        about = kind, i.results, i.nbytes, times, loop, i.op, sent, i.group
+        out.append(Collective(*about))
     return sorted(out, key=lambda c: -c.nbytes * c.times)
 
   def _communicating(

@@ -96,7 +96,7 @@ def strings(value: Any, what: str) -> tuple[str, ...]:
     if isinstance(entry, str) and isinstance(found, list):
       several = alone or any(isinstance(x, str) for x in found)
       out += [_string(x, wrong) for x in found] if several else [entry]
-    elif isinstance(found, dict) and not alone:
+    elif isinstance(entry, str) and isinstance(found, dict) and not alone:
       out.append(entry)  # a call of a tool, as text
     else:
       out.append(_string(found, wrong))

@@ -161,12 +161,10 @@ def _call(name, fields, data, function: str, search: Search | None = None):
   if takes_search:
     require(search, f'set {name!r}: its traces need a search')
     given['search'] = search
-  try:
+  with lookup.of(f'set {name!r}', DataError, DataError):
     if isinstance(given.get('path'), str):
       given['path'] = resolve(given['path'], data)
     return call(**given)
-  except DataError as e:
-    raise DataError(f'set {name!r}: {e}') from e
 
 
 def load_sets(sets, data) -> dict[str, list[Question]]:

@@ -119,7 +119,9 @@ def flashrag(record: Mapping[str, Any], where: str) -> dict:
   meta = {k: v for k, v in meta.items() if k not in checks.PASSAGES}
   if record.get('split'):
     meta['split'] = record['split']
-  key = next((k for k in _ANSWERS if k in record), '')
+  # Of merged sets, some columns are empty.
+  full = [k for k in _ANSWERS if record.get(k) not in (None, [], '')]
+  key = next(iter(full), '')
   answers = record.get(key, ())
   if key == 'answer' and isinstance(answers, str):
     answers = [answers]  # one answer, which may be an interval, "[-2, 7]"
@@ -138,6 +140,13 @@ def _titled(record, where: str, **about) -> dict:
   """Of a question whose supporting paragraphs have titles, not corpus ids."""
   keys = ('_id', 'question', 'supporting_facts')
   name, text, facts = _required(record, where, *keys)
+  if isinstance(facts, str):
+    facts = checks.unpacked(facts, f'{where}: supporting_facts {facts!r:.60}')
+  if isinstance(facts, dict):  # of the `datasets` library: a list of each
+    facts = [(title, None) for title in facts.get('title', ())]
+  good = all(isinstance(x, (list, tuple)) and len(x) == 2 for x in facts)
+  what = f'{where}: supporting_facts are {facts!r:.60}, not [title, sentence]'
+  require(isinstance(facts, list) and good, what)
   titles = list(dict.fromkeys(title for title, _ in facts))
   meta = {'supporting_titles': titles, 'type': record.get('type', '')}
   answers = record.get('answer')
@@ -156,6 +165,10 @@ def two_wiki(record: Mapping[str, Any], where: str) -> dict:
 def musique(record: Mapping[str, Any], where: str) -> dict:
   keys = ('id', 'question', 'paragraphs')
   name, text, paragraphs = _required(record, where, *keys)
+  if isinstance(paragraphs, str):
+    paragraphs = checks.unpacked(paragraphs, f'{where}: the paragraphs')
+  good = all(isinstance(p, dict) and 'title' in p for p in paragraphs)
+  require(good, f'{where}: a paragraph is no object with a title')
   titles = [p['title'] for p in paragraphs if p.get('is_supporting')]
   answers = ()
   for field in ('answer', 'answer_aliases'):

@@ -60,10 +60,15 @@ def load(
   fix = f'add it, or set config.data.prompt={other!r}'
   require(column in names, f'{path}: {what}; {fix}')
 
+  columns = _COLUMNS
+  kinds = dict(zip(names, table.schema_arrow.types))
+  if pa.types.is_string(kinds.get('metadata')):  # the object as text
+    columns = [c for c in _COLUMNS if '.' not in c] + ['metadata']
+
   def rows():
     row = 0
     try:
-      for batch in table.iter_batches(columns=_COLUMNS):
+      for batch in table.iter_batches(columns=columns):
         for record in batch.to_pylist():
           where = f'{path} row {row}'
           yield where, make(record, where, row, prompt)

@@ -24,12 +24,11 @@ def module(name: str) -> Any:
   Raises:
     ValueError: no such engine; the message lists the names.
   """
+  path = f'searchrl_jax.engines.{MODULES[name]}' if name in MODULES else name
   message = f'no module {name!r} in searchrl_jax.engines: '
-  good = '.' in name or name in MODULES
-  lookup.require(good, message + lookup.near(name, MODULES), ValueError)
-  if name in MODULES:
-    name = f'searchrl_jax.engines.{MODULES[name]}'
-  return lookup.module('searchrl_jax.engines', name)
+  message += lookup.near(name, MODULES)
+  lookup.require('.' in path, message, ValueError)
+  return lookup.module('searchrl_jax.engines', path)
 
 
 @dataclasses.dataclass(frozen=True)

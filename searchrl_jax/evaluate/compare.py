@@ -19,7 +19,7 @@ from absl import flags
 from rich import console, table
 from scipy import stats
 
-from searchrl_jax import checks, lookup
+from searchrl_jax import lookup
 from searchrl_jax.evaluate import files, grading
 from searchrl_jax.rewards import scores as metrics
 from searchrl_jax.run import command
@@ -29,16 +29,9 @@ from searchrl_jax.store import records
 # shown.
 SAME = ('sets', 'corpus', 'sampling')
 SHOWN = (
-  'index',
-  'k',
-  'source',
-  'tools',
-  'judge',
-  'env',
-  'template',
-  'checkpoint',
+  'index', 'k', 'source', 'tools', 'judge', 'env', 'template', 'checkpoint',
   'commit',
-)
+)  # fmt: skip
 
 
 def read(spec: str) -> tuple[dict, list[grading.Row]]:
@@ -52,30 +45,26 @@ def read(spec: str) -> tuple[dict, list[grading.Row]]:
 
 def require_comparable(a: str, b: str, manifests, allow: Sequence[str]):
   """Raises ConfigError if entries differ that must be equal; names them."""
-  one, other = manifests
-  apart = {}
-  for name in SAME:
-    if name not in allow:
-      apart |= lookup.differences(one[name], other[name], name)
-  if apart:
-    # Different ids are more informative than their digests.
-    plain = [
-      k
-      for k in apart
-      if not (k.endswith('sha256') and f'{k.rpartition(".")[0]}.ids' in apart)
-    ]
-    lines = [
-      f'{k}: {_brief(apart[k][0], apart[k][1])} and '
-      + _brief(apart[k][1], apart[k][0])
-      for k in plain
-    ]
-    raise checks.ConfigError(
-      f'{a} and {b} cannot be compared; they differ in '
-      + '; '.join(lines)
-      + '. Evaluate one of them again with --manifest of the other and its '
-      'config.eval, or give --allow='
-      + ','.join(dict.fromkeys(k.split('.')[0] for k in apart))
-    )
+  apart = _apart(*manifests, [name for name in SAME if name not in allow])
+  # Different ids are more informative than their digests.
+  lines = [
+    f'{k}: {_brief(x, y)} and {_brief(y, x)}'
+    for k, (x, y) in apart.items()
+    if not (k.endswith('sha256') and f'{k.rpartition(".")[0]}.ids' in apart)
+  ]
+  names = dict.fromkeys(k.split('.')[0] for k in apart)
+  lookup.require(
+    not apart,
+    f'{a} and {b} cannot be compared; they differ in {"; ".join(lines)}. '
+    'Evaluate one of them again with --manifest of the other and its '
+    f'config.eval, or give --allow={",".join(names)}',
+  )
+
+
+def _apart(one: dict, other: dict, names: Sequence[str]) -> dict[str, list]:
+  """The entries in which two manifests differ: {path: [of one, of other]}."""
+  parts = [lookup.differences(one.get(k), other.get(k), k) for k in names]
+  return {path: values for part in parts for path, values in part.items()}
 
 
 def _brief(value: Any, other: Any = None) -> str:
@@ -137,22 +126,17 @@ def compare(
 
 
 def against(
-  specs: Sequence[str],
-  *,
-  scores: Sequence[str],
-  resamples: int,
-  seed: int,
-  allow: Sequence[str] = (),
+  specs: Sequence[str], *, allow: Sequence[str] = (), **how: Any
 ) -> list[dict]:
   """Compares each of `specs` after the first with the first.
 
   Args:
     specs: FOLDER or FOLDER:EVALUATION.
-    scores, resamples, seed: as `compare` takes them.
     allow: entries of SAME that may differ.
+    **how: scores, resamples and seed, as `compare` takes them.
 
   Returns:
-    For each {'a', 'b', 'differs': {path: (of a, of b)}, 'scores': see
+    For each {'a', 'b', 'differs': {path: [of a, of b]}, 'scores': see
     `compare`}.
 
   Raises:
@@ -166,16 +150,8 @@ def against(
       {
         'a': specs[0],
         'b': spec,
-        'differs': {
-          k: v
-          for name in (*SHOWN, *allow)
-          for k, v in lookup.differences(
-            base.get(name), manifest.get(name), name
-          ).items()
-        },
-        'scores': compare(
-          base_rows, rows, scores=scores, resamples=resamples, seed=seed
-        ),
+        'differs': _apart(base, manifest, (*SHOWN, *allow)),
+        'scores': compare(base_rows, rows, **how),
       }
     )
   return out
@@ -187,14 +163,9 @@ def show(comparison: dict, out=None) -> None:
   out.print(f'A = {comparison["a"]}\nB = {comparison["b"]}', markup=False)
   for score, slices in comparison['scores'].items():
     shown = table.Table(title=f'{score}: B - A (95% paired bootstrap)')
-    for i, name in enumerate(
-      ('questions', 'n', 'A', 'B', 'difference', 'wins', 'losses', 'ties', 'p')
-    ):
-      shown.add_column(
-        name,
-        justify='right' if i else 'left',
-        overflow='ellipsis' if i else 'fold',
-      )
+    shown.add_column('questions', overflow='fold')
+    for name in ('n', 'A', 'B', 'difference', 'wins', 'losses', 'ties', 'p'):
+      shown.add_column(name, justify='right')
     for label, f in slices.items():
       shown.add_row(
         label,
@@ -212,37 +183,22 @@ def show(comparison: dict, out=None) -> None:
 
 def main():
   specs, allow = _FOLDERS.value, _ALLOW.value
-  if len(specs) < 2:
-    raise checks.ConfigError(
-      'give two or more folders that `evaluate` wrote; the first is the '
-      'baseline'
-    )
+  lookup.require(
+    len(specs) >= 2,
+    'give two or more folders that `evaluate` wrote; the first is the baseline',
+  )
   for name, known, what in (
     *((s, grading.SCORES, 'scores') for s in _SCORES.value),
     *((s, SAME, 'allow') for s in allow),
   ):
-    if name not in known:
-      raise checks.ConfigError(f'--{what}={name}: {lookup.near(name, known)}')
-  if _RESAMPLES.value < 1:
-    raise checks.ConfigError(f'--resamples={_RESAMPLES.value}: at least 1')
-  comparisons = against(
-    specs,
-    scores=_SCORES.value,
-    allow=allow,
-    resamples=_RESAMPLES.value,
-    seed=_SEED.value,
-  )
+    hint = lookup.near(name, known)
+    lookup.require(name in known, f'--{what}={name}: {hint}')
+  how = {'resamples': _RESAMPLES.value, 'seed': _SEED.value}
+  comparisons = against(specs, scores=_SCORES.value, allow=allow, **how)
   for comparison in comparisons:
     show(comparison)
   if _OUT.value:
-    records.write_json(
-      _OUT.value,
-      {
-        'resamples': _RESAMPLES.value,
-        'seed': _SEED.value,
-        'comparisons': comparisons,
-      },
-    )
+    records.write_json(_OUT.value, how | {'comparisons': comparisons})
 
 
 if __name__ == '__main__':
@@ -261,6 +217,6 @@ if __name__ == '__main__':
     'Parts of the manifest that may differ: sets, corpus, sampling.',
   )
   _OUT = flags.DEFINE_string('out', '', 'Also write the figures as JSON.')
-  _RESAMPLES = flags.DEFINE_integer('resamples', 10000, 'Of the bootstrap.')
+  _RESAMPLES = flags.DEFINE_integer('resamples', 10000, 'Of the bootstrap.', 1)
   _SEED = flags.DEFINE_integer('seed', 0, 'Of the bootstrap.')
   command.run(main, positional=_FOLDERS)

@@ -297,7 +297,6 @@ class Evaluator:
     """Plays and scores this process's share of the questions."""
     e = self.config.eval
     own = cluster.part([(x, q) for x, qs in self.sets.items() for q in qs])
-    labels = [label for label, _ in own]
     ended: list[Trajectory] = []
     # Observations of the others: hundreds begin together, and end late.
     read = collections.Counter[str]()
@@ -328,7 +327,7 @@ class Evaluator:
       result = self.runner(played)
     rows = [
       row
-      for label, group in zip(labels, result.groups, strict=True)
+      for (label, _), group in zip(own, result.groups, strict=True)
       for row in score(group, self.env, label, e.match)
     ]
     flat = [t for group in result.groups for t in group]

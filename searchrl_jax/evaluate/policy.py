@@ -134,12 +134,22 @@ class Asked(NamedTuple):
 def asked(
   config, workdir: str, *, which='latest', with_controls=False, manifest=''
 ) -> Asked:
-  """Reads what an evaluation asks; see `evaluate`. Loads no model."""
+  """Reads what an evaluation asks; loads no model.
+
+  Args:
+    config: the whole config.
+    workdir: run folder; '' = the parameters of the config.
+    which: 'latest', a step, or 'best', which leaves out the set that chose it.
+    with_controls: also evaluate the controls; see `evaluators`.
+    manifest: a manifest.json, to use exactly its questions and corpus.
+  """
   checks.check_engine(config)
   checks.check_evaluation(config)
   about: dict[str, Any] = {'--controls': with_controls}
   if workdir:
-    step = checkpoint.of_run(config, workdir).resolve(which)
+    # A run may go on meanwhile, and disks show it to processes at other times.
+    saved = lambda: checkpoint.of_run(config, workdir).resolve(which)
+    step = cluster.first('checkpoint', saved)
     weights = parameters.digest(workdir, step)
     about |= {'--checkpoint': step, 'weights': weights}
   else:
@@ -148,7 +158,9 @@ def asked(
   wanted = files.read_manifest(manifest) if manifest else None
   sets = data.load_sets(config.data.eval, config.data)
   if wanted:
-    about['--manifest'] = folders.digest(wanted)
+    # What it decides; it also says who wrote it, and when.
+    decides = {name: wanted[name] for name in ('sets', 'corpus')}
+    about['--manifest'] = folders.digest(decides)
     sets = files.frozen(sets, wanted, manifest)
   selecting = checks.selecting(config) if which == 'best' else ''
   sets.pop(selecting, None)
@@ -181,9 +193,7 @@ def warn_of_template(workdir: str, about: Mapping[str, Any]) -> None:
     )
 
 
-def evaluate(
-  config, workdir, out, *, which='latest', with_controls=False, manifest=''
-) -> dict[str, float]:
+def evaluate(config, workdir: str, out: str, **how: Any) -> dict[str, float]:
   """Evaluates config.data.eval; returns scores and costs.
 
   Writes OUT/eval.json (which also has the seconds and the checkpoint),
@@ -193,11 +203,8 @@ def evaluate(
     config: the whole config.
     workdir: run folder; '' = the parameters of the config.
     out: folder for the results.
-    which: 'latest', a step, or 'best', which leaves out the set that chose it.
-    with_controls: also evaluate the controls; see `evaluators`.
-    manifest: a manifest.json, to use exactly its questions and corpus.
+    **how: which, with_controls and manifest, as `asked` takes them.
   """
-  how = {'which': which, 'with_controls': with_controls, 'manifest': manifest}
   return answer(config, workdir, out, asked(config, workdir, **how))
 
 

@@ -22,7 +22,7 @@ import re
 
 from absl import flags
 
-from searchrl_jax import checks
+from searchrl_jax import lookup
 from searchrl_jax.evaluate import compare, files
 from searchrl_jax.evaluate import policy as evaluate
 from searchrl_jax.run import build, command, services
@@ -39,9 +39,10 @@ def config_for(workdir: str, on, own_searches: bool):
   for name in ASKED:
     config.data[name] = on.data[name]
   config.eval = on.eval
-  config.source.module = on.source.module
-  for name in ('url', 'corpus'):
+  for name in ('module', 'url', 'corpus', 'dials'):
     config.source[name] = on.source[name]
+  # em and f1 need no judge, and servers of a run have ended with it.
+  config.judge.url = config.engine.url = ''
   if config.source.module == 'none':
     config.env.max_turns = 0
   elif config.env.information == 'policy' and not own_searches:
@@ -50,12 +51,7 @@ def config_for(workdir: str, on, own_searches: bool):
 
 
 def versus(
-  workdirs: Sequence[str],
-  on: str,
-  out: str,
-  *,
-  own_searches: bool = False,
-  url: str = '',
+  workdirs: Sequence[str], on: str, out: str, own_searches: bool, url: str
 ) -> list[str]:
   """Evaluates run folders on the questions of `on`; returns OUT's folders.
 
@@ -83,23 +79,17 @@ def versus(
 
 def main():
   workdirs = _RUNS.value
-  if len(workdirs) < 2:
-    raise checks.ConfigError(
-      'give two or more run folders; the first is the baseline'
-    )
-  folders = versus(
-    workdirs,
-    _ON.value or workdirs[0],
-    _OUT.value,
-    own_searches=_OWN.value,
-    url=_URL.value,
+  lookup.require(
+    len(workdirs) >= 2,
+    'give two or more run folders; the first is the baseline',
   )
-  found = compare.against(
-    folders, scores=('em', 'f1'), resamples=10_000, seed=0
-  )
+  on, out = _ON.value or workdirs[0], _OUT.value
+  folders = versus(workdirs, on, out, _OWN.value, _URL.value)
+  how = {'scores': ('em', 'f1'), 'resamples': 10_000, 'seed': 0}
+  found = compare.against(folders, **how)
   for comparison in found:
     compare.show(comparison)
-  records.write_json(f'{_OUT.value}/versus.json', found)
+  records.write_json(f'{out}/versus.json', found)
 
 
 if __name__ == '__main__':

@@ -68,10 +68,8 @@ def rows_of(batch_config, shards: int = 1) -> int:
 
   With a prefix tree, of which many rows can be parts: four times its tokens.
   """
-  if batch_config.prefix_tokens:
-    tokens = 4 * batch_config.prefix_tokens
-    return shards * max(1, tokens // batch_config.lengths[-1])
-  return shards * max(1, batch_config.tokens // batch_config.lengths[-1])
+  tokens = 4 * batch_config.prefix_tokens or batch_config.tokens
+  return shards * max(1, tokens // batch_config.lengths[-1])
 
 
 def places_of(batch_config, length: int) -> int:
@@ -98,11 +96,9 @@ def bucket_of(lengths: Sequence[int], n: int) -> int:
   Raises:
     ValueError: none does (excluded by `check` for sampled ones).
   """
-  lookup.require(
-    n <= lengths[-1],
-    f'a sequence of {n} tokens fits none of config.batch.lengths='
-    f'{tuple(lengths)}; raise the last one',
-  )
+  known = f'config.batch.lengths={tuple(lengths)}; raise the last one'
+  message = f'a sequence of {n} tokens fits none of {known}'
+  lookup.require(n <= lengths[-1], message)
   return next(length for length in lengths if n <= length)
 
 

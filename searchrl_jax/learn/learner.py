@@ -16,6 +16,7 @@ from searchrl_jax.learn import batching, objectives, optim, update
 from searchrl_jax.learn import critic as critics
 from searchrl_jax.learn.credit import Credit
 from searchrl_jax.models import flops, lora, parameters, pretrained
+from searchrl_jax.rewards import core as rewards
 
 
 class Outputs(NamedTuple):
@@ -226,7 +227,7 @@ class Learner:
         per_update.append(metrics)
     names = per_update[0] if per_update else ()
     found = {name: [metrics[name] for metrics in per_update] for name in names}
-    join = lambda name: np.max if name.endswith('_max') else _mean
+    join = lambda name: np.max if name.endswith('_max') else rewards.mean
     return {name: join(name)(values) for name, values in found.items()}
 
   def _move_schedules(self, role: str, step: int) -> None:
@@ -272,12 +273,6 @@ class Learner:
     share = done / seconds / self._peak if self._peak and seconds else 0.0
     last = max(optim.scheduled(self._state.opt_state) - 1, 0)
     return {'train/lr': float(rate(last)), 'train/mfu': share}
-
-
-def _mean(values: Sequence[float]) -> float:
-  """The mean of the values that are not NaN."""
-  known = [v for v in values if not np.isnan(v)]
-  return float(np.mean(known)) if known else float('nan')
 
 
 def own_optim(config: ConfigDict, part: ConfigDict) -> ConfigDict:

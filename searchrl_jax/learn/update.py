@@ -199,16 +199,8 @@ class Updater:
     if self.objective.critic:
       return critic.token_values(params, self.cfg, arrays, self.mesh), None
     chunk, grad = self.batch_config.head_chunk, self.objective.entropy_grad
-    return token_logps(
-      params,
-      self.cfg,
-      arrays,
-      self.temperature,
-      chunk,
-      self.mesh,
-      entropy,
-      grad,
-    )
+    how = self.temperature, chunk, self.mesh, entropy, grad
+    return token_logps(params, self.cfg, arrays, *how)
 
   def loss(self, params, arrays: dict, divisor, frozen=None):
     """Loss of one microbatch (its numerator / divisor) and metric sums."""

@@ -60,7 +60,7 @@ def causal(
   q,
   k,
   v,
-  lengths,
+  lengths=None,
   kernel: str = 'auto',
   packing: Packed | Nodes | None = None,
   mesh=None,
@@ -68,6 +68,7 @@ def causal(
 ):
   """Causal attention over right-padded rows; softmax in float32.
 
+  lengths: int32 [B], tokens of each row; None: all T of them.
   kernel: `DecoderConfig.attention`. 'auto': in half precision cuDNN on GPU and
   splash attention on TPU, XLA elsewhere.
   Rows past `lengths` hold finite, meaningless values, which no loss may use.
@@ -83,6 +84,8 @@ def causal(
   if kernel == 'auto':
     half = q.dtype in (jnp.bfloat16, jnp.float16)
     kernel = _KERNELS.get(sharding.platform(), 'xla') if half else 'xla'
+  if lengths is None:
+    lengths = jnp.full(q.shape[:1], q.shape[1], jnp.int32)
   if kernel in _KERNELS.values():
     k, v = (_divisible_heads(x, q.shape[2], mesh) for x in (k, v))
   if kernel == 'splash':

@@ -397,17 +397,10 @@ def hidden_states(
     packing = attention.Packed(*arrays)
     positions = packing.positions
   layers = layers_of(cfg, positions)
-  lengths = jnp.full((B,), T, jnp.int32)
+  how = dict(kernel=cfg.attention, packing=packing, mesh=mesh)
 
   def apply(x, p, rope, window):
-    attend = functools.partial(
-      attention.causal,
-      lengths=lengths,
-      kernel=cfg.attention,
-      packing=packing,
-      mesh=mesh,
-      window=window,
-    )
+    attend = functools.partial(attention.causal, window=window, **how)
     return block(p, cfg, x, rope, attend, mesh)
 
   alone = apply

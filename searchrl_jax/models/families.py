@@ -81,15 +81,14 @@ SIZES = {
   'head_dim': 'head_dim',
   'd_ff': 'intermediate_size',
 }
+_ALIKE = dict(rope_theta=1e6, rms_norm_eps=1e-6, max_position_embeddings=32768)
 # Shapes of well-known models, for reports that need no checkpoint: fields of
 # a config.json, by the name that config.model.path takes where there is no
 # folder of that name. The models' cards have the figures.
 NAMED = {
   name: {
     'model_type': 'qwen2',
-    'rope_theta': 1e6,
-    'rms_norm_eps': 1e-6,
-    'max_position_embeddings': 32768,
+    **_ALIKE,
     'tie_word_embeddings': tied,
     **dict(zip(SIZES.values(), sizes)),
   }
@@ -102,10 +101,8 @@ NAMED = {
 NAMED |= {
   name: {
     'model_type': GEMMA,
-    'rope_theta': 1e6,
+    **_ALIKE,
     'rope_scaling': factor and {'rope_type': 'linear', 'factor': factor},
-    'rms_norm_eps': 1e-6,
-    'max_position_embeddings': 32768,
     'query_pre_attn_scalar': 256,
     'sliding_window': window,
     **dict(zip(SIZES.values(), sizes)),

@@ -6,6 +6,7 @@ vocabulary. Nothing of a file that changes the computation is ignored: other
 families, fields and tensors are refused by name.
 """
 
+import functools
 import json
 import pathlib
 from typing import Any
@@ -84,9 +85,7 @@ def to_folder(file, out, dtype: str = 'float32') -> None:
       a tensor or a quantisation that is not known; the message names it.
     OSError: the disk.
   """
-  file, out = pathlib.Path(file), pathlib.Path(out)
-  if out.exists():
-    raise FileExistsError(f'{out} exists; remove it or choose another')
+  file = pathlib.Path(file)
   fields, tensors = read(file)
   with lookup.of(str(file)):
     config = config_of(fields, tensors)
@@ -98,9 +97,7 @@ def to_folder(file, out, dtype: str = 'float32') -> None:
     found = stored[name]
     return weights(cfg, table[name], found.data, found.tensor_type)
 
-  def write(folder: pathlib.Path) -> None:
-    _write_tokenizer(fields, folder)
-
+  write = functools.partial(_write_tokenizer, fields)
   pretrained.write_folder(out, config, table, read_one, dtype, write)
 
 
@@ -119,13 +116,17 @@ def read(file: pathlib.Path):
   gguf, found = _library(), f'{file}: a truncated or malformed GGUF file'
   lookup.require(file.is_file(), f'{file}: no such file', FileNotFoundError)
   lookup.require_content(file)
-  try:
+  # The library checks nothing: a file that is cut fails in NumPy.
+  cut = (ValueError, IndexError, KeyError, TypeError, OverflowError)
+  with lookup.of(found, ValueError, cut):
     reader = gguf.GGUFReader(file)
     fields = {k: x.contents() for k, x in reader.fields.items()}
     tensors = {x.name: x for x in reader.tensors}
-  # The library checks nothing: a file that is cut fails in NumPy.
-  except (ValueError, IndexError, KeyError, TypeError, OverflowError) as e:
-    raise ValueError(f'{found}: {e}') from e
+  lookup.require(
+    fields.get('split.count', 1) == 1,
+    f'{file}: one of {fields.get("split.count")} parts of a model; join them '
+    'with `llama-gguf-split --merge`',
+  )
   return fields, tensors
 
 
@@ -170,13 +171,15 @@ def config_of(fields: dict[str, Any], tensors) -> dict[str, Any]:
     # Not in the file; llama.cpp too tells the 27B by its layers.
     large = out['num_hidden_layers'] == 62
     out['query_pre_attn_scalar'] = width // heads if large else size
-  ids = {
-    k.replace('token', 'token_id'): fields[_TOKENS + v]
-    for k, v in _SPECIAL.items()
-    if _TOKENS + v in fields
-  }
+  ids = {f'{name}_id': i for name, i in _special(fields).items()}
   full = hf_config.parse_config(out)
   return hf_config.format_config(full, like={**out, **ids})
+
+
+def _special(fields: dict[str, Any]) -> dict[str, int]:
+  """Name -> id of the special tokens that a file has."""
+  found = {name: fields.get(_TOKENS + key) for name, key in _SPECIAL.items()}
+  return {name: i for name, i in found.items() if i is not None}
 
 
 def name_of(tensor: hf_tensors.Tensor) -> str:
@@ -198,11 +201,8 @@ def _match(table: dict[str, hf_tensors.Tensor], tensors) -> dict[str, Any]:
     theirs = name_of(tensor)
     found = tensors.get(theirs)
     shape = found and tuple(int(n) for n in reversed(found.shape))
-    lookup.require(
-      shape == tensor.shape,
-      f'tensor {theirs!r} has shape {shape}; the config asks for '
-      f'{tensor.shape}',
-    )
+    asks = f'has shape {shape}; the config asks for {tensor.shape}'
+    lookup.require(shape == tensor.shape, f'tensor {theirs!r} {asks}')
     out[name] = found
   surplus = tensors.keys() - {x.name for x in out.values()}
   lookup.require(not surplus, f'tensors that are not known: {sorted(surplus)}')
@@ -257,11 +257,7 @@ def _write_tokenizer(fields: dict[str, Any], folder: pathlib.Path) -> None:
     fields['general.architecture'], about
   )
   tokens = fields[f'{_TOKENS}tokens']
-  special = {
-    name: tokens[fields[_TOKENS + key]]
-    for name, key in _SPECIAL.items()
-    if _TOKENS + key in fields
-  }
+  special = {name: tokens[i] for name, i in _special(fields).items()}
   if fields.get(f'{_TOKENS}add_bos_token', kind == 'llama'):
     from tokenizers import processors
 

@@ -39,11 +39,9 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     (None, 0),
   ),
   **dict.fromkeys(('pruned_heads', 'per_layer_config'), (None, {})),
-  **dict.fromkeys(
-    'quantization_config final_logit_softcapping '
-    'attn_logit_softcapping'.split(),
-    (None,),
-  ),
+  'quantization_config': (None,),
+  'final_logit_softcapping': (None,),
+  'attn_logit_softcapping': (None,),
   'is_causal': (None, True),
 }
 # The field of the activation, and its values, by that of a family.
@@ -138,10 +136,9 @@ def _check_known(hf: Mapping[str, Any], name: str, used: Iterable[str]) -> None:
 
 def context(hf: Mapping[str, Any]) -> int | None:
   """The positions that a model was trained for, if its config.json says so."""
-  own = (
-    _object(hf, 'text_config') if hf.get('model_type') in families.TEXT else hf
-  )
-  found = own.get('max_position_embeddings')
+  if hf.get('model_type') in families.TEXT:
+    hf = _object(hf, 'text_config')
+  found = hf.get('max_position_embeddings')
   return found if type(found) is int else None
 
 
@@ -164,11 +161,8 @@ def parse_config(hf: Mapping[str, Any], strict: bool = True) -> dict[str, Any]:
   if name in families.TEXT:
     whole, name = hf, families.TEXT[name]
     hf = families.TEXT_DEFAULTS | _object(hf, 'text_config')
-  _require(
-    name in families.FAMILIES,
-    f'model_type={name!r}',
-    ', '.join([*families.FAMILIES, *families.TEXT]),
-  )
+  known = ', '.join([*families.FAMILIES, *families.TEXT])
+  _require(name in families.FAMILIES, f'model_type={name!r}', known)
   family = families.FAMILIES[name]
   limits = dict([*_NEUTRAL.items(), _ACTIVATIONS[family.activation]])
   for field, neutral in limits.items():
@@ -190,9 +184,7 @@ def parse_config(hf: Mapping[str, Any], strict: bool = True) -> dict[str, Any]:
       value = sizes['n_heads']
     if value is None and size == 'head_dim':
       value = family.head_dim or sizes['d_model'] // sizes['n_heads']
-    good = type(value) is int and value >= 1
-    _require(good, f'{field}={value!r}', 'a positive integer')
-    sizes[size] = value
+    sizes[size] = _count(value, field)
   local = {'window': 0, 'global_every': 1, 'local_theta': 1e4}
   scale = 1.0
   if name == families.GEMMA:
@@ -287,6 +279,12 @@ def _number(value: Any, field: str) -> float:
   return value
 
 
+def _count(value: Any, field: str) -> int:
+  good = type(value) is int and value >= 1
+  _require(good, f'{field}={value!r}', 'a positive integer')
+  return value
+
+
 def _local_layers(hf: Mapping[str, Any], n_layers: int):
   """Gemma's local layers: fields of `DecoderConfig`, and the config that is
   left for its global ones."""
@@ -294,33 +292,24 @@ def _local_layers(hf: Mapping[str, Any], n_layers: int):
   hf = {**hf, 'rope_theta': 1e6 if theta is None else theta}
   # transformers writes back what it read as the second.
   every = hf.get('sliding_window_pattern', hf.get('_sliding_window_pattern'))
-  every = 6 if every is None else every
+  every = _count(6 if every is None else every, 'sliding_window_pattern')
   found = [*(hf.get('layer_types') or ())]
-  good = type(every) is int and every >= 1
-  _require(good, f'sliding_window_pattern={every!r}', 'a positive integer')
   if found:
     every = found.index(_FULL) + 1 if _FULL in found else len(found) + 1
   types = [_LOCAL if (i + 1) % every else _FULL for i in range(n_layers)]
-  _require(
-    not found or found == types,
-    f'layer_types={found}',
-    f'{_FULL} at equal distances',
-  )
-  window = hf.get('sliding_window', 4096)
+  good = not found or found == types
+  _require(good, f'layer_types={found}', f'{_FULL} at equal distances')
   field = 'rope_local_base_freq'
   theta = _number(hf.get(field, 1e4), field)
-  good = type(window) is int and window >= 1
-  _require(good, f'sliding_window={window!r}', 'a positive integer')
+  window = _count(hf.get('sliding_window', 4096), 'sliding_window')
   # transformers 5 has the RoPE of either kind of layer.
   rope = _object(hf, 'rope_parameters')
   if _FULL in rope:
-    own, scaling = _rope_fields(
-      f'rope_parameters.{_LOCAL}', _object(rope, _LOCAL)
-    )
+    where = f'rope_parameters.{_LOCAL}'
+    own, scaling = _rope_fields(where, _object(rope, _LOCAL))
     theta = theta if own is None else _number(own, f'{_LOCAL}.rope_theta')
     kind = scaling and scaling['kind']
-    field = f'rope_parameters.{_LOCAL}.rope_type={kind!r}'
-    _require(kind is None, field, 'default')
+    _require(kind is None, f'{where}.rope_type={kind!r}', 'default')
     hf['rope_parameters'] = _object(rope, _FULL)
     hf['rope_theta'] = hf['rope_parameters'].get('rope_theta', hf['rope_theta'])
   out = {'window': window, 'global_every': every, 'local_theta': float(theta)}

@@ -74,16 +74,12 @@ def parse(fields, dtype: str) -> Lora | None:
   """
   if not fields.rank:
     return None
-  where = 'config.model.lora'
-  try:
+  where = f'config.model.lora.target={fields.target!r}'
+  with lookup.of(where, caught=re.error):
     found = [n for n in decoder.PROJECTIONS if re.fullmatch(fields.target, n)]
-  except re.error as e:
-    raise lookup.ConfigError(f'{where}.target={fields.target!r}: {e}') from e
-  lookup.require(
-    found,
-    f'{where}.target={fields.target!r} matches no projection whole; there are: '
-    f'{", ".join(decoder.PROJECTIONS)}',
-  )
+  known = ', '.join(decoder.PROJECTIONS)
+  message = f'{where} matches no projection whole; there are: {known}'
+  lookup.require(found, message)
   return Lora(fields.rank, fields.alpha, tuple(found), fields.dtype or dtype)
 
 
@@ -262,30 +258,23 @@ def load(path, cfg: DecoderConfig, mesh=None) -> dict:
       not implemented; the message names it.
     FileNotFoundError: it is no such folder.
   """
-  path = pathlib.Path(path)
-  lookup.require(
-    (path / CONFIG).exists(),
-    f'{path / CONFIG}: no such file; give a folder that PEFT wrote',
-    FileNotFoundError,
-  )
-  lookup.require_content(path / CONFIG)
-  with lookup.of(f'{path / CONFIG}: not JSON'):
-    fields = json.loads((path / CONFIG).read_text())
-  _check_fields(path / CONFIG, fields, cfg.lora)
-  lookup.require(
-    (path / WEIGHTS).exists(),
-    f'{path / WEIGHTS}: no such file; load other formats (.bin) with PEFT and '
-    'call save_pretrained',
-    FileNotFoundError,
-  )
-  lookup.require_content(path / WEIGHTS)
-  try:
-    stored = safetensors.numpy.load_file(path / WEIGHTS)
-  except safetensors.SafetensorError as e:
-    raise ValueError(f'{path / WEIGHTS}: truncated or malformed: {e}') from e
+  about, weights = (pathlib.Path(path, name) for name in (CONFIG, WEIGHTS))
+  for file, fix in (
+    (about, 'give a folder that PEFT wrote'),
+    (weights, 'load other formats (.bin) with PEFT and call save_pretrained'),
+  ):
+    message = f'{file}: no such file; {fix}'
+    lookup.require(file.exists(), message, FileNotFoundError)
+    lookup.require_content(file)
+  with lookup.of(f'{about}: not JSON'):
+    fields = json.loads(about.read_text())
+  _check_fields(about, fields, cfg.lora)
+  cut = f'{weights}: truncated or malformed'
+  with lookup.of(cut, ValueError, safetensors.SafetensorError):
+    stored = safetensors.numpy.load_file(weights)
   table, shapes = tensor_table(cfg), decoder.shapes_of(adapter_table(cfg))
   want = {name: tensor.shape for name, tensor in table.items()}
-  decoder.check_shapes(f'{path / WEIGHTS}: tensor', stored, want)
+  decoder.check_shapes(f'{weights}: tensor', stored, want)
   flat = {path: np.empty(s, np.float32) for path, s in shapes.items()}
   for name, tensor in table.items():
     flat[tensor.path][tensor.layer] = tensor.to_ours(stored[name])

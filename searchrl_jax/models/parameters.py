@@ -15,7 +15,7 @@ import numpy as np
 
 from retrieval import files
 from searchrl_jax import lookup
-from searchrl_jax.devices import sharding
+from searchrl_jax.devices import cluster, sharding
 from searchrl_jax.lookup import ConfigError
 from searchrl_jax.models import (
   decoder,
@@ -58,20 +58,14 @@ def local(path: str, field: str = 'config.model.path') -> str:
     'give a Hugging Face folder or name, such as Qwen/Qwen2.5-3B',
   )
   import huggingface_hub
-  import huggingface_hub.errors
 
   try:
     return huggingface_hub.snapshot_download(
       path, allow_patterns=('*.json', '*.safetensors', '*.txt', '*.jinja')
     )
-  # ValueError: no name of the hub could be like that. ImportError: a SOCKS
-  # proxy, for which httpx needs a package.
-  except (
-    OSError,
-    ValueError,
-    ImportError,
-    huggingface_hub.errors.HfHubHTTPError,
-  ) as e:
+  # HfHubHTTPError is an OSError. ValueError: no name of the hub could be like
+  # that. ImportError: a SOCKS proxy, for which httpx needs a package.
+  except (OSError, ValueError, ImportError) as e:
     raise ConfigError(
       f'{field}={path!r}: no such folder, and it could not be fetched from the '
       f'hub ({e}); HF_ENDPOINT names a mirror, HF_HOME a cache'
@@ -220,8 +214,9 @@ def restore(config, workdir: str, cfg, mesh, which='latest') -> dict:
   Raises:
     CheckpointError: there is none, or it is of another model.
   """
+  newest = lambda: checkpoint.of_run(config, workdir).resolve(which)
+  step = cluster.first('weights', newest)
   files = checkpoint.of_run(config, workdir)
-  step = files.resolve(which)
   made = files.meta(step)['fingerprint'].get('lora')
   made = made and decoder.Lora(**records.tuples(made))
   theirs = dataclasses.replace(cfg, lora=made)
@@ -253,8 +248,8 @@ def keep_fixed(workdir, fixed: dict[str, dict]) -> None:
   for name, params in fixed.items():
     if params:
       files = checkpoint.Checkpointer(remote.place(workdir) / name, None, '')
-      old = [step for step in files.steps() if files.meta(step)]
-      files.delete(old)  # of a start that failed
+      # Of a start that failed.
+      files.delete([step for step in files.steps() if files.meta(step)])
       files.save(0, params, extras={}, metrics={}, fingerprint={})
 
 
@@ -281,9 +276,7 @@ def shapes(cfg, mesh, model=decoder) -> dict:
   """
   dtypes, flat = lora.dtypes(cfg), {}
   for name, (shape, axes) in model.param_table(cfg).items():
-    flat[name] = jax.ShapeDtypeStruct(
-      shape,
-      jnp.dtype(dtypes.get(name, 'float32')),
-      sharding=sharding.named(mesh, axes, shape),
-    )
+    dtype = jnp.dtype(dtypes.get(name, 'float32'))
+    layout = sharding.named(mesh, axes, shape)
+    flat[name] = jax.ShapeDtypeStruct(shape, dtype, sharding=layout)
   return decoder.nest(flat)

@@ -134,11 +134,8 @@ def _files(path: pathlib.Path) -> tuple[list[str], dict[str, str]]:
       raise ValueError(f'{path / INDEX}: malformed index: {e!r}') from e
   names = sorted(p.name for p in path.glob('model-*.safetensors'))
   counts = {int(found[1]) for n in names if (found := _SHARDS.fullmatch(n))}
-  lookup.require(
-    names,
-    f'{path}: contains neither {SINGLE} nor {INDEX}{_what(path)}',
-    FileNotFoundError,
-  )
+  neither = f'{path}: contains neither {SINGLE} nor {INDEX}{_what(path)}'
+  lookup.require(names, neither, FileNotFoundError)
   lookup.require(
     counts == {len(names)},
     f'{path}: {", ".join(names)} without {INDEX}: are these all files of one '
@@ -162,10 +159,9 @@ def _open_folder(path: pathlib.Path) -> dict[str, Stored]:
   out: dict[str, Stored] = {}
   for file in files:
     lookup.require_content(path / file)
-    try:
+    cut = f'{path / file}: truncated or malformed'
+    with lookup.of(cut, ValueError, safetensors.SafetensorError):
       opened = safetensors.safe_open(path / file, 'np')
-    except safetensors.SafetensorError as e:
-      raise ValueError(f'{path / file}: truncated or malformed: {e}') from e
     for name in opened.keys():
       ours = hf_tensors.text_name(name)
       if ours and holder.get(name, file) == file:
@@ -344,15 +340,14 @@ def write_folder(
   if path.exists():
     raise FileExistsError(f'{path} exists; remove it or choose another')
   text = json.dumps({**config, 'torch_dtype': dtype.name}, indent=2)
-  try:
+  caught = (OSError, safetensors.SafetensorError)
+  with lookup.of(f'writing {path} failed', OSError, caught):
     with folders.beside(path) as part:
       _write_tensors(part, table, read, dtype, max_shard_bytes)
       (part / 'config.json').write_text(f'{text}\n', encoding='utf-8')
       write(part)
       os.sync()  # the files are on the disk before the folder has its name
       part.rename(path)
-  except (OSError, safetensors.SafetensorError) as e:
-    raise OSError(f'writing {path} failed: {e}') from e
 
 
 def _write_tensors(folder, tensors, read, dtype: np.dtype, most: float):

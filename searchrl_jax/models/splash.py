@@ -70,11 +70,9 @@ def _kernel(heads: int, length: int, interpret: bool, window: int):
     block_kv_dq=block,
   )
   square = (length, length)
-  mask = (
-    splash.LocalMask(square, (window - 1, 0), 0)
-    if window
-    else splash.CausalMask(square)
-  )
+  mask = splash.CausalMask(square)
+  if window:
+    mask = splash.LocalMask(square, (window - 1, 0), 0)
   causal = splash.MultiHeadMask([mask] * heads)
   with jax.ensure_compile_time_eval():  # the tables of blocks are constants
     return splash.make_splash_mha(

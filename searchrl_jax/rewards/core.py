@@ -10,11 +10,18 @@ It is called with each group as soon as the last trajectory of the group has
 ended, while others of the step are played, so the reward of a trajectory must
 depend on its group alone, and the names of `parts` must be the same for all
 groups. It shares the event loop with the rollouts: what blocks for long goes to
-`asyncio.to_thread`. Set `fn.needs_step = True`, or a function of the fields, if
-it compares groups, or takes the weights of the step: it is called once, with
-all groups of this process, when the step is about to be trained on. Set
-`fn.check_step = f` for f(groups, reward, context, fields), which is called with
-all groups of all processes and what the function gave them, and may raise.
+`asyncio.to_thread`. Further attributes:
+
+  compares_group  True if it compares trajectories of a group; it is refused
+                  where a single greedy answer is rewarded
+  needs_step      True if it compares groups, or takes the weights of the step:
+                  it is called once, with all groups of this process, when the
+                  step is about to be trained on
+  check_step      f(groups, reward, context, fields), which is called with all
+                  groups of all processes and what the function gave them, and
+                  may raise
+
+The first two may be functions of the fields.
 
   config.reward.em = dict(fn='answer.em', weight=1.0)
   config.reward.format = dict(fn='answer.format_valid', weight=0.2)
@@ -101,8 +108,16 @@ def check(config: ConfigDict, questions: Iterable[Question] = ()) -> None:
     RewardError: names the field.
     DataError: a question lacks what a function needs (`require_needs`).
   """
-  terms = _terms(config.reward)
+  terms, advantage = _terms(config.reward), config.algorithm.advantage
+  fn = lookup.function('searchrl_jax.learn', advantage, 'advantages')
+  greedy = 'greedy' in lookup.inputs(fn)
   for name, function, _, fields in terms:
+    require(
+      not (greedy and _is('compares_group', function, fields)),
+      f'config.reward.{name} compares trajectories of a group, and '
+      f'config.algorithm.advantage={advantage!r} rewards a single greedy '
+      'answer: use grpo, rloo or reinforce',
+    )
     if hasattr(function, 'check'):
       with lookup.of(f'config.reward.{name}', RewardError):
         function.check(config, fields)
@@ -115,7 +130,10 @@ def check(config: ConfigDict, questions: Iterable[Question] = ()) -> None:
 
 
 async def combine(
-  config: ConfigDict, groups: Sequence[Group], context: RewardContext
+  config: ConfigDict,
+  groups: Sequence[Group],
+  context: RewardContext,
+  whole: bool = True,
 ) -> Rewards:
   """Returns the weighted sum of the rewards in `config.reward`.
 
@@ -123,6 +141,8 @@ async def combine(
     config: config.reward.
     groups: B trajectories in total.
     context: passed to every function.
+    whole: the groups are a whole step, which functions may refuse; not those of
+      a round of a sampler.
 
   Returns:
     Rewards at the finest level of the functions. A trajectory is valid if it
@@ -140,7 +160,8 @@ async def combine(
   """
   results = await of_groups(config, groups, context)
   reward = await of_step(config, groups, [results], context)
-  check_step(config, groups, reward, context)
+  if whole:
+    check_step(config, groups, reward, context)
   return reward
 
 
@@ -159,7 +180,11 @@ async def of_groups(
   Raises:
     as `combine`.
   """
-  terms = [x for x in _terms(config) if _needs_step(x) == needs_step]
+  terms = [
+    (name, function, weight, fields)
+    for name, function, weight, fields in _terms(config)
+    if _is('needs_step', function, fields) == needs_step
+  ]
   trajectories, results = flat(groups), {}
   checks.require_needs(_users(terms), [t.question for t in trajectories])
   for name, function, _, fields in terms:
@@ -250,25 +275,21 @@ def at_tokens(groups: Sequence[Group], rewards: Rewards) -> list[np.ndarray]:
 
 def join(*several: Rewards) -> Rewards:
   """Concatenates the rewards of lists of groups of one step."""
-  at, value = several[0].at, [v for r in several for v in r.value]
+  at, values = several[0].at, [v for r in several for v in r.value]
+  names = dict.fromkeys(n for r in several for n in r.parts)
 
   def part(name):
     # A part is absent if all trajectories failed.
     nan = [np.full(len(r.valid), np.nan, np.float32) for r in several]
     return np.concatenate([r.parts.get(name, n) for r, n in zip(several, nan)])
 
-  return Rewards(
-    np.array(value, np.float32) if at == 'trajectory' else tuple(value),
-    np.concatenate([r.valid for r in several]),
-    at,
-    {
-      name: part(name)
-      for name in dict.fromkeys(n for r in several for n in r.parts)
-    },
-  )
+  valid = np.concatenate([r.valid for r in several])
+  whole = at == 'trajectory'
+  value = np.array(values, np.float32) if whole else tuple(values)
+  return Rewards(value, valid, at, {name: part(name) for name in names})
 
 
-def mean(values: np.ndarray) -> float:
+def mean(values: np.ndarray | Sequence[float]) -> float:
   """The mean of the values that are not NaN; NaN if all are."""
   known = not np.isnan(values).all()
   return float(np.nanmean(values)) if known else math.nan
@@ -276,11 +297,8 @@ def mean(values: np.ndarray) -> float:
 
 def _terms(config: ConfigDict) -> list[tuple[str, Callable, float, dict]]:
   """Returns [(name, function, weight, fields of the function)]."""
-  require(
-    config,
-    'config.reward is empty; add a function, such as config.reward.em = '
-    "dict(fn='answer.em', weight=1.0)",
-  )
+  example = "config.reward.em = dict(fn='answer.em', weight=1.0)"
+  require(config, f'config.reward is empty; add a function, such as {example}')
   out = []
   for name in sorted(config):
     where, fields = f'config.reward.{name}', dict(config[name])
@@ -298,10 +316,9 @@ def _terms(config: ConfigDict) -> list[tuple[str, Callable, float, dict]]:
   return out
 
 
-def _needs_step(term: tuple[str, Callable, float, dict]) -> bool:
-  _, function, _, fields = term
-  needs = getattr(function, 'needs_step', False)
-  return needs(fields) if callable(needs) else needs
+def _is(attribute: str, function: Callable, fields: dict) -> bool:
+  value = getattr(function, attribute, False)
+  return value(fields) if callable(value) else value
 
 
 def _users(terms) -> list[tuple[str, Callable, dict]]:
@@ -324,17 +341,13 @@ def _check_result(name: str, result: Rewards, trajectories: Sequence) -> None:
       f'{where}: {label} has {len(column)} entries for {len(trajectories)}',
     )
   for trajectory, value, valid in zip(trajectories, result.value, result.valid):
-    shape = _shape(trajectory, result.at)
-    require(
-      np.shape(value) == shape,
-      f'{where}: trajectory {trajectory.id!r} has a value of shape '
-      f'{np.shape(value)}; at={result.at!r} requires {shape}',
-    )
-    require(
-      not valid or np.isfinite(value).all(),
-      f'{where}: trajectory {trajectory.id!r} has the reward {value}; mark it '
-      'invalid, or return a finite one',
-    )
+    has = f'{where}: trajectory {trajectory.id!r} has'
+    found, shape = np.shape(value), _shape(trajectory, result.at)
+    wanted = f'at={result.at!r} requires {shape}'
+    require(found == shape, f'{has} a value of shape {found}; {wanted}')
+    fix = 'mark it invalid, or return a finite one'
+    finite = not valid or np.isfinite(value).all()
+    require(finite, f'{has} the reward {value}; {fix}')
 
 
 def _place(

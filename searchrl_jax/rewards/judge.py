@@ -21,15 +21,8 @@ import numpy as np
 
 from searchrl_jax.rewards import scores
 from searchrl_jax.rewards.core import RewardContext, flat
-from searchrl_jax.sources.chat import (
-  Chat,
-  ChatError,
-  payload,
-  separate_failures,
-  thinks,
-  without_tags,
-  without_thoughts,
-)
+from searchrl_jax.sources import chat
+from searchrl_jax.sources.chat import ChatError
 from searchrl_jax.text.env import SearchEnv
 from searchrl_jax.types import Group, Rewards, Trajectory
 
@@ -75,7 +68,7 @@ class Judge:
     Raises:
       ValueError: a field is invalid; names it.
     """
-    self._chat, self._max_failed = Chat(config), config.max_failed
+    self._chat, self._max_failed = chat.Chat(config), config.max_failed
     self._max_tokens = config.max_tokens
     self._cache: dict[Item, bool] = {}
     self._last: ChatError | None = None  # but 'unusable' replies
@@ -87,15 +80,18 @@ class Judge:
     """
     # A judge that repeats what a policy wrote must not end its thoughts by it.
     items = [
-      (without_tags(q), tuple(g), without_tags(a[:MOST])) for q, g, a in items
+      (chat.without_tags(q), tuple(g), chat.without_tags(a[:MOST]))
+      for q, g, a in items
     ]
-    new = list(dict.fromkeys(i for i in items if i not in self._cache))
+    # Other calls drop entries meanwhile.
+    known = {i: self._cache[i] for i in items if i in self._cache}
+    new = list(dict.fromkeys(i for i in items if i not in known))
     replies = dict(zip(new, await asyncio.gather(*map(self._ask, new))))
-    replies = await separate_failures(replies, lambda: self._ask(_TEST))
+    replies = await chat.separate_failures(replies, lambda: self._ask(_TEST))
     for reply in replies.values():
       if isinstance(reply, ChatError) and reply.kind != 'unusable':
         self._last = reply
-    out = [replies.get(i, self._cache.get(i)) for i in items]
+    out = [replies.get(i, known.get(i)) for i in items]
     self._cache |= {i: v for i, v in replies.items() if isinstance(v, bool)}
     while len(self._cache) > KEPT:  # drop the oldest
       del self._cache[next(iter(self._cache))]
@@ -132,7 +128,8 @@ class Judge:
     await self._chat.close()
 
   async def _ask(self, item: Item) -> bool | ChatError:
-    content = payload(dict(zip(('question', 'golden_answers', 'answer'), item)))
+    asked = dict(zip(('question', 'golden_answers', 'answer'), item))
+    content = chat.payload(asked)
     messages = [
       {'role': 'system', 'content': SYSTEM},
       {'role': 'user', 'content': content},
@@ -152,7 +149,7 @@ def read(reply: str) -> bool:
   Raises:
     ChatError: the reply is not a verdict.
   """
-  said = without_thoughts(reply).strip('\ufeff*_`. \r\n\t')
+  said = chat.without_thoughts(reply).strip('\ufeff*_`. \r\n\t')
   said = re.sub(r'^(?:json|text)\b\s*', '', said, flags=re.I)  # of a fence
   try:
     said = json.loads(said)
@@ -162,8 +159,8 @@ def read(reply: str) -> bool:
   found = _VERDICT.fullmatch(said) if isinstance(said, str) else None
   if not found:
     fix = 'take a model that replies with {"verdict": "correct"} or "incorrect"'
-    if reply.strip() and not without_thoughts(reply).strip():
-      fix = thinks('config.judge')
+    if reply.strip() and not chat.without_thoughts(reply).strip():
+      fix = chat.thinks('config.judge')
     raise ChatError('unusable', f'no verdict: {reply[:200]!r}; {fix}')
   return VERDICTS[found[1].lower()]
 

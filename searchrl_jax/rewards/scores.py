@@ -21,7 +21,10 @@ import numpy as np
 
 from retrieval import files
 
-_PUNCTUATION = str.maketrans('', '', string.punctuation)
+# Of scripts without spaces too, which English text does not have.
+_IDEOGRAPHIC = '。、・「」『』《》〈〉【】'
+_PUNCTUATION = str.maketrans('', '', string.punctuation + _IDEOGRAPHIC)
+_LETTER = re.compile(f'[{files.UNSPACED}]')
 _ARTICLES = re.compile(r'\b(a|an|the)\b')
 _CHUNK = 1 << 20  # random draws in memory at a time
 
@@ -41,12 +44,20 @@ def folded(text: str) -> str:
 
 
 def normalise(text: str) -> str:
-  """Folded, without ASCII punctuation and articles, with single spaces.
+  """Folded, without punctuation and articles, with single spaces.
 
   Punctuation is deleted, not replaced: "U.S.-based" becomes "usbased".
   """
   text = folded(text).translate(_PUNCTUATION)
   return ' '.join(_ARTICLES.sub(' ', text).split())
+
+
+def words(text: str) -> list[str]:
+  """The words of the key; in scripts without spaces each letter is one.
+
+  MLQA (Lewis et al. 2020) and KorQuAD compare these scripts by letter, too.
+  """
+  return _LETTER.sub(' \\g<0> ', key(text)).split()
 
 
 def key(text: str) -> str:
@@ -72,7 +83,7 @@ def f1(prediction: str | None, golds: Iterable[str]) -> float:
 
 
 def _f1(prediction: str, gold: str) -> float:
-  a, b = key(prediction).split(), key(gold).split()
+  a, b = words(prediction), words(gold)
   same = sum((collections.Counter(a) & collections.Counter(b)).values())
   return 2 * same / (len(a) + len(b)) if same else 0.0
 
@@ -97,8 +108,10 @@ def states(text: str, golds: Iterable[str]) -> bool:
 
   "no" is in "he said no", not in "known".
   """
-  words = f' {normalise(text)} '
-  return any(n and f' {n} ' in words for n in map(normalise, golds))
+  whole = f' {" ".join(words(text))} '
+  return any(
+    normalise(gold) and f' {" ".join(words(gold))} ' in whole for gold in golds
+  )
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:

@@ -111,6 +111,7 @@ def check_step(groups, reward: Rewards, context, fields) -> None:
 
 
 majority.check, majority.check_step = check, check_step
+majority.compares_group = True
 
 
 def most_frequent(keys, question, step) -> str | None:

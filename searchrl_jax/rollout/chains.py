@@ -16,19 +16,13 @@ from ml_collections import ConfigDict
 
 from searchrl_jax.engines.core import Handle
 from searchrl_jax.rollout import core
-from searchrl_jax.rollout.core import (
-  Name,
-  RewardOf,
-  RolloutStats,
-  Services,
-  Start,
-)
+from searchrl_jax.rollout.core import Services, Start
 from searchrl_jax.types import Group, Prompt, Question, Trajectory
 
 
 class Rollout(NamedTuple):
   groups: list[Group]  # in the order of the questions, samples in order
-  stats: RolloutStats
+  stats: core.RolloutStats
 
 
 def _changed(rollout: ConfigDict, **fields: Any) -> ConfigDict:
@@ -68,8 +62,8 @@ async def rollout(
   questions: Sequence[Question],
   *,
   config: ConfigDict,
-  ended: Mapping[Name, Trajectory] | None = None,
-  reward: RewardOf | None = None,
+  ended: Mapping[core.Name, Trajectory] | None = None,
+  reward: core.RewardOf | None = None,
   **fields: Any,
 ) -> Rollout:
   """Samples config.group trajectories of each question, by config.sampler.

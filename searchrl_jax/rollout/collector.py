@@ -298,8 +298,7 @@ class Collector:
   ) -> Rewards:
     """Rewards between the rounds of a sampler."""
     terms, context = self._config.reward, self._at(step)
-    results = await rewards.of_groups(terms, groups, context)
-    return await rewards.of_step(terms, groups, [results], context)
+    return await rewards.combine(terms, groups, context, whole=False)
 
   def _check(self, groups: Sequence[Group], reward: Rewards) -> None:
     """Lets the functions refuse a step, of all processes."""
@@ -316,11 +315,9 @@ class Collector:
     """What all processes played last; an error of one is one of all."""
     parts = cluster.gather(timer, lambda: self._own(timer, one))
     groups, stats, earned = zip(*parts)
-    return Played(
-      [*itertools.chain(*groups)],
-      functools.reduce(RolloutStats.beside, stats),
-      rewards.join(*filter(None, earned)),
-    )
+    whole = functools.reduce(RolloutStats.beside, stats)
+    reward = rewards.join(*filter(None, earned))
+    return Played([*itertools.chain(*groups)], whole, reward)
 
   def _own(
     self, timer: str, one: _Step

@@ -36,8 +36,7 @@ def load_config(workdir: str) -> ConfigDict:
     f'--workdir={remote.place(workdir)} is no run folder: it has no '
     'config.json (a Hugging Face folder is a field of --config)',
   )
-  with lookup.of(str(path), caught=(ValueError, TypeError, AttributeError)):
-    config = records.config(path.read_text())
+  config = records.config(path)
   if config.source.corpus == 'world':
     # The config defines the world. The server of the run has ended, or serves
     # its world although --config.data.world_seed may name another.
@@ -165,8 +164,9 @@ def _write_tokenizer(name: str, config, workdir: str, out: pathlib.Path):
   else:
     field = 'tokenizer' if config.model.tokenizer else 'path'
     folder = pathlib.Path(parameters.local(name, f'config.model.{field}'))
-    if name == config.model.path:
-      pretrained.read_json(folder)  # else it says what the folder is instead
+    if name == config.model.path:  # else it says what the folder is instead
+      with lookup.of(f'config.model.path={name!r}', caught=FileNotFoundError):
+        pretrained.read_json(folder)
     tokenizers.load(folder).save(out)
     generation = folder / 'generation_config.json'
     if generation.exists():  # it names the tokens that end a turn

@@ -189,16 +189,16 @@ def retrieval(config: ConfigDict, workdir: str) -> Iterator[str]:
 
 
 def engine(config: ConfigDict, cfg, params, tok, mesh, workdir: str):
-  """The engine that config.engine.module names, with `lora.served` adapters.
-
-  Raises:
-    ConfigError: it would share the devices of a mesh with the update.
-  """
-  if config.rollout.max_staleness:
-    require_alone(config, mesh, 'config.rollout.max_staleness above 0')
+  """The engine that config.engine.module names, with `lora.served` adapters."""
   cfg, params = lora.served(cfg, params)
   make = engines.module(config.engine.module).make
   return make(cfg, params, tok, config.engine, mesh, pathlib.Path(workdir))
+
+
+def check_ahead(config: ConfigDict, mesh) -> None:
+  """Refuses rollouts beside an update that would share its mesh with them."""
+  if config.rollout.max_staleness:
+    require_alone(config, mesh, 'config.rollout.max_staleness above 0')
 
 
 def require_alone(config: ConfigDict, mesh, what: str) -> None:

@@ -16,7 +16,7 @@ import jax
 from ml_collections import ConfigDict
 import numpy as np
 
-from searchrl_jax.devices import cluster, signals
+from searchrl_jax.devices import cluster, sharding, signals
 from searchrl_jax.engines.core import SyncError
 from searchrl_jax.engines.weights import sync
 from searchrl_jax.models import lora, parameters
@@ -145,6 +145,7 @@ class Session(services.Opener):
     """
     if params is not None:
       return super().open_engine(tok, canary, params, folder)
+    services.check_ahead(self.config, sharding.own_mesh(self.mesh))
     self.engine = super().open_engine(tok, None, self.trained.params)
     self._canary, self._logps = canary, sync.forward_logps(self.cfg, self.mesh)
     self.writer.decode = tok.decode

@@ -14,6 +14,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 import contextlib
 import json
+import logging
 import os
 import re
 from typing import Any
@@ -33,12 +34,20 @@ _START = 'searchrl-'  # prefix of the model names of engines/vllm/host.py
 # normalisation maps to them, and surrogates, which UTF-8 cannot encode.
 _SPELLING = re.compile('[<|\\[◁＜﹤≮｜［﹇\ud800-\udfff]')
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
-# Ends of paths that other clients of such servers are given.
+# Ends of paths that are complete, and of those that other clients are given.
+_VERSION = re.compile('/(v\\d\\w*|openai)$')
 _PATH = re.compile('(?<![:/])/+(v1/*)?((chat/)?completions/*)?$')
 _THOUGHT = re.compile(
   '(?i:[<◁]/?(?:seed:)?(?:think(?:ing)?|thought|reasoning)[>▷])|\\[/?THINK]'
 )
 
+# What servers say of an option that they do not take -> its name, and the one
+# that they take in its place.
+_OPTIONS = {
+  re.compile('response_format|json_schema'): ('response_format', None),
+  re.compile('max_completion_tokens'): ('max_tokens', 'max_completion_tokens'),
+  re.compile("'temperature'"): ('temperature', None),
+}
 # HTTP statuses of a request that is too long or filtered, and the finish
 # reasons of such a reply. `check` finds servers that reject every request.
 _UNUSABLE = (400, 413, 422)
@@ -148,8 +157,10 @@ class Chat:
     server = 'must be http(s)://host[:port] of an OpenAI-compatible server'
     lookup.require(good, f'{where}.url={config.url!r} {server}')
     self._config, self._where = config, where
-    self.url = _PATH.sub('', proxies.askable(f'{config.url}/')) + '/v1'
+    self.url = _PATH.sub('', proxies.askable(f'{config.url}/'))
+    self.url += '' if _VERSION.search(self.url) else '/v1'
     self._model = config.model
+    self._renamed: dict[str, str | None] = {}  # options that it does not take
     # Connections belong to the event loop that opened them.
     self._clients: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
@@ -175,11 +186,30 @@ class Chat:
     if schema is not None:
       spec = {'name': 'reply', 'schema': schema, 'strict': True}
       options['response_format'] = {'type': 'json_schema', 'json_schema': spec}
+    while True:
+      try:
+        return await self._reply(list(messages), dict(options))
+      except ChatError as e:
+        named = (x for pattern, x in _OPTIONS.items() if pattern.search(str(e)))
+        old, new = next(named, ('', None))
+        if e.kind != 'unusable' or old not in {*options} - {*self._renamed}:
+          raise
+        instead = f'sending {new}' if new else 'leaving it out'
+        logging.warning(f'{self.url} does not take {old}; {instead}: {e}')
+        self._renamed[old] = new
+
+  async def _reply(self, messages, options: dict) -> str:
+    """`reply`, with the options that the server takes."""
+    max_tokens = options['max_tokens']
+    for old, new in self._renamed.items():
+      value = options.pop(old, None)
+      if new and value is not None:
+        options[new] = value
     async with self._asking() as client:
       if not self._model:
         self._model = (await self._served(client))[0]
       reply = await client.chat.completions.create(
-        model=self._model, messages=list(messages), **options
+        model=self._model, messages=messages, **options
       )
       if reply.choices is None:
         raise ValueError(f'no choices; error={getattr(reply, "error", None)}')

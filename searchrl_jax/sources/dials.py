@@ -26,15 +26,9 @@ from collections.abc import Hashable, Mapping, Sequence
 import dataclasses
 import re
 
-from searchrl_jax import lookup
+from searchrl_jax import lookup, types
 from searchrl_jax.sources.core import Answer, Source, SourceError, draw
-from searchrl_jax.types import (
-  SEARCH,
-  Passage,
-  Question,
-  SearchRequest,
-  SearchResult,
-)
+from searchrl_jax.types import Passage, Question, SearchRequest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,13 +81,13 @@ class Dials:
   async def search(self, requests: Sequence[SearchRequest]) -> list[Answer]:
     """Returns one answer per request, in order."""
     asked = [
-      self._asked(request) if request.tool == SEARCH else request
+      self._asked(request) if request.tool == types.SEARCH else request
       for request in requests
     ]
     answers = await self._source.search(asked)
     return [
       self._changed(answer, request)
-      if request.tool == SEARCH and isinstance(answer, SearchResult)
+      if request.tool == types.SEARCH and isinstance(answer, types.SearchResult)
       else dataclasses.replace(answer, request=request)
       for answer, request in zip(answers, requests, strict=True)
     ]
@@ -126,7 +120,7 @@ class Dials:
       k = max(k, s.depth)
     return dataclasses.replace(request, query=query, k=k)
 
-  def _changed(self, answer: SearchResult, request: SearchRequest):
+  def _changed(self, answer: types.SearchResult, request: SearchRequest):
     key, passages = (_name(request.question), request.query), []
     if not self._turned('empty', *key):
       for passage in answer.passages:

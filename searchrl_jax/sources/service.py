@@ -145,8 +145,11 @@ class ServiceSource:
         answers = await self._ask(rest, k) if rest else {}
         return dict.fromkeys(queries, error) | answers
       single = len(queries) == 1
-      if single and error.kind == 'rejected' and await self._is_healthy(k):
-        return {queries[0]: ()}  # the server cannot process this query
+      if single and error.kind in _SPLIT and await self._is_healthy(k):
+        # Servers of others answer 500 to a query that they cannot process, and
+        # to any while they have a fault: it is the query if it fails again.
+        if error.kind == 'rejected' or not await self._is_healthy(k, queries):
+          return {queries[0]: ()}
       if single or error.kind not in _SPLIT:
         return dict.fromkeys(queries, error)
     half = len(queries) // 2
@@ -155,10 +158,10 @@ class ServiceSource:
     )
     return first | second
 
-  async def _is_healthy(self, k: int) -> bool:
-    """Whether the server answers a valid query."""
+  async def _is_healthy(self, k: int, queries=('health',)) -> bool:
+    """Whether the server answers; without queries, a valid one."""
     try:
-      return bool(await self._client.retrieve(['health'], k))
+      return bool(await self._client.retrieve([*queries], k))
     except RetrievalError:
       return False
 

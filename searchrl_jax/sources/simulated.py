@@ -14,6 +14,7 @@ are sent to a server as the inside of a JSON string (chat.payload).
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+import hashlib
 import logging
 import re
 import time
@@ -32,11 +33,8 @@ from searchrl_jax.types import SearchRequest as Request
 SIMULATED = 'simulated'  # config.source.module
 SLOTS = ('question', 'answers', 'query', 'k')
 _WHERE = 'config.source.simulator'
-_PLAIN = Request(
-  'capital France',
-  1,
-  types.Question('check', 'What is the capital of France?', ('Paris',)),
-)
+_ASKED = types.Question('check', 'What is the capital of France?', ('Paris',))
+_PLAIN = Request('capital France', 1, _ASKED)
 _log = logging.getLogger(__name__)
 
 
@@ -231,4 +229,6 @@ def make(config: ConfigDict, *, seed: int, writer, **_) -> SimulatedSource:
 def _passage(match: re.Match, name: str) -> types.Passage:
   fields = {'title': '', 'text': match.group(1) or '', **match.groupdict('')}
   title, text = (' '.join(fields[f].split()) for f in ('title', 'text'))
-  return types.Passage(f'simulated-{name}', title, text)
+  # Of another query, another document.
+  digest = hashlib.sha256(f'{title}\0{text}'.encode()).hexdigest()[:12]
+  return types.Passage(f'simulated-{name}-{digest}', title, text)

@@ -113,29 +113,22 @@ def _found(sign: Sign, seen: collections.deque) -> str:
   if len(seen) < _least(sign):
     return ''
   steps, values = zip(*seen)
-  if not sign.factor:
-    now = float(np.median(values[-WINDOW:]))
-    if not (now < sign.margin if sign.falls else now > sign.margin):
-      return ''
-    return (
-      f'alarm/{sign.alarm} at step {steps[-1]}: {sign.metric} is {now:.3g} '
-      f'(median of steps {steps[-WINDOW]} to {steps[-1]}), beyond '
-      f'{sign.margin:g}: {sign.means}; see docs/diagnostics.md'
-    )
   windows = np.lib.stride_tricks.sliding_window_view(values, WINDOW)
   *before, now = np.median(windows, axis=1).tolist()
   before = before[: 1 - WINDOW]  # windows that share no step with the last
-  best = max(before) if sign.falls else min(before)
+  best = max(before, default=0.0) if sign.falls else min(before, default=0.0)
   limit = sign.factor * best + sign.margin
   noise = NOISE * np.median(np.abs(np.diff(values)))
   wrong = now < limit if sign.falls else now > limit
-  if not wrong or abs(now - best) <= noise:
+  if not wrong or sign.factor and abs(now - best) <= noise:
     return ''
-  at = before.index(best)
-  change = 'fell' if sign.falls else 'rose'
+  last = f'steps {steps[-WINDOW]} to {steps[-1]}'
+  what = f'is {now:.3g} (median of {last}), beyond {limit:g}'
+  if sign.factor:
+    at, change = before.index(best), 'fell' if sign.falls else 'rose'
+    first = f'steps {steps[at]} to {steps[at + WINDOW - 1]}'
+    what = f'{change} from {best:.3g} (median of {first}) to {now:.3g} ({last})'
   return (
-    f'alarm/{sign.alarm} at step {steps[-1]}: {sign.metric} {change} from '
-    f'{best:.3g} (median of steps {steps[at]} to {steps[at + WINDOW - 1]}) to '
-    f'{now:.3g} (steps {steps[-WINDOW]} to {steps[-1]}): {sign.means}; see '
-    'docs/diagnostics.md'
+    f'alarm/{sign.alarm} at step {steps[-1]}: {sign.metric} {what}: '
+    f'{sign.means}; see docs/diagnostics.md'
   )

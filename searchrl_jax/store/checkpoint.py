@@ -23,7 +23,7 @@ import math
 import pathlib
 import re
 import shutil
-from typing import Any
+from typing import Any, NamedTuple
 
 from absl import logging
 import jax
@@ -59,8 +59,7 @@ class CheckpointError(RuntimeError):
   """A checkpoint cannot be written or read, or belongs to another run."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Restored:
+class Restored(NamedTuple):
   step: int
   state: Any  # with the structure and shardings of the target
   extras: dict[str, Any]

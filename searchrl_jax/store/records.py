@@ -169,17 +169,24 @@ def plain(value: Any) -> Any:
   return value if known else str(value)
 
 
-def config(text: str) -> ConfigDict:
-  """The config that a run wrote as JSON.
-
-  Fields that were added to the schema since the run get their neutral value,
-  with which the run behaves as it did.
+def config(path: pathlib.Path) -> ConfigDict:
+  """The config that a run wrote as JSON, `filled`.
 
   Raises:
-    ValueError, TypeError, AttributeError: it is no JSON, or of another type.
+    ConfigError: the file is no JSON, or of another type.
+  """
+  with lookup.of(str(path), caught=(ValueError, TypeError, AttributeError)):
+    return filled(json.loads(path.read_text(), object_hook=tuples))
+
+
+def filled(fields: Mapping[str, Any]) -> ConfigDict:
+  """The config of a run from its fields.
+
+  Those that were added to the schema since the run get their neutral value,
+  with which the run behaves as it did.
   """
   found = schema.base()
-  found.update(json.loads(text, object_hook=tuples))
+  found.update(fields)
   return found
 
 
@@ -369,11 +376,11 @@ def read(source: os.PathLike | str | bytes) -> Iterator[Record]:
   else:
     source = pathlib.Path(source)
     found = [source] if source.is_file() else [*source.glob('step_*.parquet')]
-    if not found:
-      raise RunError(
-        f'{source} holds no trajectories; they are in RUN/trajectories (see '
-        'config.log.trajectories_every) and, of an evaluation, in OUT/eval'
-      )
+    require(
+      found,
+      f'{source} holds no trajectories; they are in RUN/trajectories (see '
+      'config.log.trajectories_every) and, of an evaluation, in OUT/eval',
+    )
   for file in sorted(found):
     try:
       with pq.ParquetFile(file) as table:

@@ -102,14 +102,18 @@ def open_run(location: str, writes: bool = False, steps: bool = False) -> str:
   )
   location = re.sub('(?<!:)/+', '/', location).rstrip('/')  # one cache of it
   folder = _cache('runs' if writes else _READ, location)
-  with _only(folder, location) if writes else contextlib.nullcontext():
-    records.write_text(folder / _MARK, location)
-    if writes:  # now, rather than at the first checkpoint
-      with _explained(location):
+  with contextlib.ExitStack() as stack:
+    if writes:
+      # Processes that start together, which have a run in common, wait in turn.
+      with lookup.of(location, records.RunError, records.RunError):
+        stack.enter_context(folders.locked(f'{folder}.opening', wait=True))
+        stack.enter_context(folders.locked(folder))
+      with _explained(location):  # now, rather than at the first checkpoint
         fs, root = _open(location)
         test = f'{root}/.test_{socket.gethostname()}_{os.getpid()}'
         fs.pipe_file(test, b'writable')
         fs.rm_file(test)
+    records.write_text(folder / _MARK, location)
     skip = lambda name: _APART.search(name) or not steps and _STEP.search(name)
     names = {*_pull(location, folder, skip)}
     # What an earlier start left here is not newer than what is there.
@@ -124,19 +128,6 @@ def open_run(location: str, writes: bool = False, steps: bool = False) -> str:
       with contextlib.suppress(FileNotFoundError):  # another reader prunes too
         same[name] = _stamp(folder / name)
   return str(folder)
-
-
-@contextlib.contextmanager
-def _only(folder: pathlib.Path, location: str) -> Iterator[None]:
-  """Keeps a local folder from other starts on this machine.
-
-  Processes that start together, which have a run in common, wait in turn.
-  """
-  with contextlib.ExitStack() as stack:
-    with lookup.of(location, records.RunError, records.RunError):
-      stack.enter_context(folders.locked(f'{folder}.opening', wait=True))
-      stack.enter_context(folders.locked(folder))
-    yield
 
 
 def local_run(path: str) -> str:
@@ -171,7 +162,7 @@ def push(folder: pathlib.Path | str) -> None:
   folder = pathlib.Path(folder)
   if not is_remote(place(folder)):
     return
-  same = _same.setdefault(folder, {})
+  same, read = _same.setdefault(folder, {}), folder.parent.name == _READ
   with _explained(str(place(folder))):
     fs, root = _open(str(place(folder)))
     # Files that a push leaves when it is killed are known as those of a run, or
@@ -182,20 +173,15 @@ def push(folder: pathlib.Path | str) -> None:
     )
     for name in sorted(_names(folder), key=order):
       owner = _OWNER.search(name)
-      if int(owner[1] if owner else 0) != cluster.rank():
+      if int(owner[1] if owner else 0) != cluster.rank() or _APART.search(name):
         continue
-      if _APART.search(name):
+      at, stamp = f'{root}/{name}', _stamp(folder / name)
+      if same.get(name) == stamp:
         continue
-      stamp = _stamp(folder / name)
-      if same.get(name) != stamp:
-        # The cache of commands that read is common: another one may have
-        # fetched a file that the run has written again since.
-        at = f'{root}/{name}'
-        if (
-          _is_read(folder) and fs.exists(at) and _time(fs.info(at)) >= stamp[1]
-        ):
-          continue
-        fs.put_file(str(folder / name), f'{root}/{name}')
+      # The cache of commands that read is common: another one may have
+      # fetched a file that the run has written again since.
+      if not read or not fs.exists(at) or _time(fs.info(at)) < stamp[1]:
+        fs.put_file(str(folder / name), at)
         same[name] = stamp
 
 
@@ -239,11 +225,8 @@ def _is_hidden(name: str) -> bool:
 
 def _prune(folder: pathlib.Path, drop: Callable[[str], bool]) -> None:
   """Removes files of a local copy by their names, but for subfolders in use."""
-  used = [
-    lock.parent
-    for lock in folder.rglob('*/.lock')
-    if folders.in_use(lock.parent)
-  ]
+  locked = (lock.parent for lock in folder.rglob('*/.lock'))
+  used = [*filter(folders.in_use, locked)]
   for path in (folder / name for name in filter(drop, _names(folder))):
     if not any(home in path.parents for home in used):
       path.unlink(missing_ok=True)  # another reader prunes too
@@ -260,10 +243,6 @@ def _time(info: dict[str, Any]) -> int:
   when = next(filter(None, times), 0)
   when = when.timestamp() if hasattr(when, 'timestamp') else when
   return int(when * 1e6) * 1000
-
-
-def _is_read(folder: pathlib.Path) -> bool:
-  return folder.parent.name == _READ
 
 
 def _pull(

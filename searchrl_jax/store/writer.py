@@ -65,11 +65,14 @@ MAY_DIFFER = (
   'source.timeout', 'source.deadline', 'source.attempts', 'source.batch_ms',
   'source.simulator.timeout', 'source.simulator.concurrency',
   'judge.url', 'judge.timeout', 'judge.attempts', 'judge.concurrency',
+  'judge.max_tokens', 'sft.seconds', 'sft.save_every',
   # Where the engine's servers run, not what they compute.
   'engine.url', 'engine.venv', 'engine.device', 'engine.gpu_memory',
   'engine.host_gib', 'engine.kv_cache_gib', 'engine.start_seconds',
   'engine.timeout', 'engine.deadline', 'engine.attempts', 'engine.memory',
 )  # fmt: skip
+# The model of a server that has several: '' may become a name.
+_MODELS = 'judge.model', 'source.simulator.model'
 # A number of steps -> the fields that depend on it, unless they are 'constant'.
 _ENDS = {
   'train.steps': ('optim.schedule', 'critic.schedule'),
@@ -377,8 +380,7 @@ class Writer:
 
   def _changed(self, path: pathlib.Path, config) -> dict:
     """Compares with config.json; the changed fields: {field: [before, now]}."""
-    with lookup.of(str(path), caught=(ValueError, TypeError, AttributeError)):
-      before = records.plain(records.config(path.read_text()))
+    before = records.plain(records.config(path))
     changed = lookup.differences(before, records.plain(config))
     for field, values in changed.items():
       old, new = ('absent' if v is None else json.dumps(v) for v in values)
@@ -390,6 +392,7 @@ class Writer:
         continue
       records.require(
         f'{field}.'.startswith(tuple(f'{x}.' for x in MAY_DIFFER))
+        or (field in _MODELS and values[0] == '')
         or fnmatch.fnmatchcase(field, 'reward.*.max_abstained'),
         f'{self.folder} holds a run of another config: {what}. Use the same '
         'value to continue that run, or choose another --workdir',

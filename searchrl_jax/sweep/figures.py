@@ -90,9 +90,7 @@ def paired(a: Mapping[str, float], b: Mapping[str, float]) -> Interval | None:
   return over_worlds(differences) if differences else None
 
 
-def interquartile(
-  worlds: Sequence[Sequence[float]], resamples: int = 10_000, seed: int = 0
-) -> Interval:
+def interquartile(worlds: Sequence[Sequence[float]]) -> Interval:
   """The mean of the middle half of all runs, and its stratified bootstrap.
 
   worlds: the values of each world's runs. Without two runs of each there is no
@@ -105,9 +103,9 @@ def interquartile(
     worlds,
     _middle,
     vectorized=True,
-    n_resamples=resamples,
+    n_resamples=10_000,
     method='percentile',
-    rng=np.random.default_rng(seed),
+    rng=np.random.default_rng(0),
   ).confidence_interval
   return Interval(value, float(found.low), float(found.high), n)
 
@@ -153,6 +151,16 @@ def collect(
     if seeds:
       out[arm.name] = {'seeds': seeds, 'mean': means(seeds)}
   return out
+
+
+def collected(sweep: Sweep, workdir: pathlib.Path) -> dict[str, dict]:
+  """{purpose: what `collect` returns} of all that is complete.
+
+  Raises:
+    ConfigError: as `stages.done`.
+  """
+  purposes = core.REPORT, core.REPLICATION, core.TUNING
+  return {purpose: collect(sweep, workdir, purpose) for purpose in purposes}
 
 
 def starts(sweep: Sweep, workdir: pathlib.Path) -> dict:
@@ -235,8 +243,7 @@ def _rows(arms: Mapping[str, dict], purpose: str) -> Iterator[dict[str, Any]]:
 
 def write(sweep: Sweep, workdir: pathlib.Path) -> str:
   """Writes the files that this module lists; returns the table."""
-  purposes = core.REPORT, core.REPLICATION, core.TUNING
-  found = {purpose: collect(sweep, workdir, purpose) for purpose in purposes}
+  found = collected(sweep, workdir)
   rows = [row for purpose, x in found.items() for row in _rows(x, purpose)]
   table = pa.Table.from_pylist(rows, _SCHEMA)
   for name, save in (('csv', csv.write_csv), ('parquet', pq.write_table)):
@@ -283,22 +290,16 @@ def compare(found: Mapping[str, dict], score: str, baseline: str) -> str:
     for arm, runs in values.items():
       if not runs:
         continue
-      middle, shown = interquartile(by_world(runs)), ''
+      middle, bounds, shown = interquartile(by_world(runs)), '', ''
       both = [case for case in runs if case in values.get(baseline, {})]
       if arm != baseline and both:
         pairs = _worlds(both) or f' ({len(both)} pairs)'
         shown = f'{paired(runs, values[baseline])}{pairs}'
-      bounds = ''
       if middle.low is not None:
         bounds = f' [{middle.low:.3f}, {middle.high:.3f}]'
-      lines.append(
-        (
-          *(arm, purpose, ' '.join(runs)),
-          f'{over_worlds(runs)}{_worlds(runs)}',
-          f'{middle.mean:.3f}{bounds}',
-          shown,
-        )
-      )
+      mean = f'{over_worlds(runs)}{_worlds(runs)}'
+      inner = f'{middle.mean:.3f}{bounds}'
+      lines.append((arm, purpose, ' '.join(runs), mean, inner, shown))
   head = 'arm', 'for', 'runs', score, 'interquartile mean', f'- {baseline}'
   table = _markdown([head, ['---'] * len(head), *lines])
   shown = [x['seeds'] for arms in found.values() for x in arms.values()]
@@ -342,15 +343,13 @@ def plot(
   from matplotlib.figure import Figure
 
   figure = Figure(figsize=(4.2 * len(curves), 3.2), layout='none')
-  axes = figure.subplots(1, len(curves), squeeze=False)
-  for axis, (name, label) in zip(axes[0], curves.items()):
+  (axes,) = figure.subplots(1, len(curves), squeeze=False)
+  named: dict = {}  # name of an arm -> a line of it
+  for axis, (name, label) in zip(axes, curves.items()):
     for n, (arm, found) in enumerate(arms.items()):
       color = f'C{n % 10}'
-      runs = [
-        dict(s['curve'][name])
-        for s in found['seeds'].values()
-        if s['curve'].get(name)
-      ]
+      every = (s['curve'].get(name) for s in found['seeds'].values())
+      runs = [dict(points) for points in every if points]
       level = found['mean'].get('after', {}).get(name)
       if runs:
         steps = sorted(set.intersection(*map(set, runs)))
@@ -366,12 +365,9 @@ def plot(
     # A longer line would be taller than its panel.
     axis.set(xlabel='step', ylabel=textwrap.fill(label, 30))
     axis.spines[['top', 'right']].set_visible(False)
+    lines, names = axis.get_legend_handles_labels()
+    named |= zip(names, lines)
   # Below all panels, because a panel has no room for all names.
-  named = dict(
-    (text, line)
-    for axis in axes[0]
-    for line, text in zip(*axis.get_legend_handles_labels())
-  )
   figure.tight_layout(rect=(0, 0.12, 1, 1))
   figure.legend(
     named.values(),

@@ -11,10 +11,9 @@ import time
 
 from ml_collections import ConfigDict
 
-from searchrl_jax import lookup, schema, sft
+from searchrl_jax import lookup, sft
 from searchrl_jax.data import core as data
 from searchrl_jax.devices import cluster
-from searchrl_jax.lookup import ConfigError
 from searchrl_jax.models import parameters
 from searchrl_jax.run import build, services
 from searchrl_jax.store import folders, records, writer
@@ -100,22 +99,18 @@ def done(sweep: Sweep, stage: str, workdir: pathlib.Path) -> bool:
   if not (folder / 'done.json').exists():
     return False
   about = json.loads((folder / 'done.json').read_text())
-  before = about['config']
-  # Fields added to the schema since then get their neutral values.
-  known = schema.base()
-  known.update(before)
-  before = records.plain(known)
+  before = records.plain(records.filled(about['config']))
   now = records.plain(config_of(sweep, stage, workdir))
   one, _ = sweep.stage(stage)
   free = (*writer.MAY_DIFFER, *(UNREAD if isinstance(one, Start) else ()))
   free = tuple(f'{field}.' for field in free)
   for field, (old, new) in lookup.differences(before, now).items():
     moved = field in sweep.needs(stage) and _within(old) == _within(new)
-    if not moved and not f'{field}.'.startswith(free):
-      raise ConfigError(
-        f'{folder} was run with another config: {field} was {old!r} and is '
-        f'{new!r} now; remove that folder, or set another --workdir'
-      )
+    lookup.require(
+      moved or f'{field}.'.startswith(free),
+      f'{folder} was run with another config: {field} was {old!r} and is '
+      f'{new!r} now; remove that folder, or set another --workdir',
+    )
   made = about['contents']  # {} of a config that names nothing
   named = contents(sweep, stage, workdir) if made else {}
   lookup.require_contents(folder, made, named)

@@ -92,10 +92,8 @@ class SearchEnv:
       lookup.require(not further, f"{what}; use 'source'")
     if self._searching or real:
       least = self._observe.least
-      what = f'is below {least} tokens of one without passages'
-      lookup.require(
-        limit >= least, f'env.max_observation_tokens={limit} {what}'
-      )
+      given = f'env.max_observation_tokens={limit} is below {least} tokens of'
+      lookup.require(limit >= least, f'{given} one without passages')
 
   def reset(
     self, question: types.Question, role: str = 'solver', agent: str = 'policy'
@@ -227,11 +225,8 @@ class SearchEnv:
   def _completed(self, state: State, completion: Completion):
     n, limit = len(completion.ids), state.pending.max_tokens
     logps, versions = len(completion.logps), len(completion.versions)
-    _require(
-      logps == versions == n <= limit,
-      state,
-      f'{n} ids (at most {limit}) with {logps} logps, {versions} versions',
-    )
+    what = f'{n} ids (at most {limit}) with {logps} logps, {versions} versions'
+    _require(logps == versions == n <= limit, state, what)
     ids = np.asarray(completion.ids, np.int32)
     pieces = [*map(self.tokenizer.token_bytes, ids.tolist())]
     parser, kinds, ended = state.parser.feed(pieces)

@@ -11,6 +11,7 @@ can be found without decoding sequences again.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+import datetime
 import functools
 import json
 import os
@@ -33,6 +34,7 @@ from searchrl_jax.lookup import of, require, require_content
 # tokenizer marks them as special.
 END_OF_TURN = (
   '<|endoftext|>', '<|im_end|>', '<|end_of_text|>', '<|eot_id|>', '<|eom_id|>',
+  '<end_of_turn>',
 )  # fmt: skip
 
 # Decoders that decode each token independently.
@@ -40,6 +42,9 @@ DECODERS = 'ByteFallback ByteLevel Fuse Metaspace Replace Strip'.split()
 # The printable character that represents each byte.
 _BYTES = {char: byte for byte, char in bytes_to_unicode().items()}
 
+# The day of chat templates that show one (Llama 3.2's own default): prompts do
+# not change at midnight.
+_DAY = datetime.date(2024, 7, 26)
 PAD, EOS = '<|pad|>', '<|eos|>'
 
 # Words, single digits, punctuation and spaces, as in Qwen2.
@@ -72,8 +77,10 @@ class Tokenizer:
 
   Attributes:
     path: the folder or hub name of its files.
-    vocab_size: number of ids, with added tokens. A model's embedding may have
-      more rows (padding); such ids have no bytes.
+    vocab_size: number of ids, with added tokens, but for control tokens at the
+      end that end no turn: a model may have no rows for them (Gemma 3 1B, and
+      <image_soft_token>). Its embedding may also have more rows (padding);
+      such ids have no bytes.
     eos_ids: ids that end a turn: the tokenizer's first, then those of
       generation_config.json and its special end-of-turn tokens.
     bos_id: None = the tokenizer has none.
@@ -127,6 +134,9 @@ class Tokenizer:
     special = {self._added[i]: i for i in self.control}
     ends = [hf.eos_token_id, *eos, *map(special.get, END_OF_TURN)]
     self.eos_ids = tuple(dict.fromkeys(int(i) for i in ends if i is not None))
+    unused = self.control.difference(self.eos_ids)
+    while self.vocab_size - 1 in unused - {hf.bos_token_id}:
+      self.vocab_size -= 1
     fix = 'name one in tokenizer_config.json'
     require(self.eos_ids, f'tokenizer {path}: no eos_token; {fix}')
     self.bos_id = hf.bos_token_id
@@ -203,9 +213,10 @@ class Tokenizer:
     token = self._hf.backend_tokenizer.id_to_token(int(token_id))
     if token_id in self.control or token is None:
       return b''
-    if token_id in self._added:
-      return token.encode()
+    bytewise = 'ByteLevel', 'ByteFallback'
     for step in self._decoders:
+      if token_id in self._added and step['type'] in bytewise:
+        continue  # its text is written as it is
       if step['type'] == 'ByteLevel':
         if all(c in _BYTES for c in token):
           return bytes(_BYTES[c] for c in token)
@@ -250,14 +261,15 @@ class Tokenizer:
     """
     fix = "use one whose prompt is plain text, such as env.template='base'"
     require(self.has_chat, f'{self.path} has no chat template; {fix}')
-    try:
+    roles = [m.get('role') for m in messages]
+    message = f'the chat template of {self.path} rejects the roles {roles}'
+    with of(message, ValueError, Exception):  # templates can raise any error
       return self._hf.apply_chat_template(
-        [dict(m) for m in messages], tokenize=False, add_generation_prompt=True
+        [dict(m) for m in messages],
+        tokenize=False,
+        add_generation_prompt=True,
+        strftime_now=_DAY.strftime,
       )
-    except Exception as e:  # templates can raise any error
-      roles = [m.get('role') for m in messages]
-      message = f'the chat template of {self.path} rejects the roles {roles}'
-      raise ValueError(f'{message}: {e}') from e
 
   def save(self, folder: str | os.PathLike) -> None:
     """Writes the Hugging Face files, which `load(folder)` reads."""
@@ -283,10 +295,9 @@ def load(path: str | os.PathLike) -> Tokenizer:
   kind = transformers.AutoTokenizer
   if (folder / 'tokenizer.json').is_file():
     kind = transformers.PreTrainedTokenizerFast
-  try:
+  # transformers raises many kinds of errors.
+  with of(f'no tokenizer could be read from {path}', ValueError, Exception):
     hf = kind.from_pretrained(path, local_files_only=folder.is_dir())
-  except Exception as e:  # transformers raises many kinds of errors
-    raise ValueError(f'no tokenizer could be read from {path}: {e}') from e
   fast = getattr(hf, 'is_fast', False)
   fast = fast and hf('a', add_special_tokens=False)['input_ids']
   files = 'tokenizer.json, or vocab.json and merges.txt'

@@ -40,7 +40,6 @@ whose names are reserved for this in all worlds.
 """
 
 from collections.abc import Collection, Iterator, Sequence
-import dataclasses
 import os
 
 import numpy as np
@@ -117,9 +116,7 @@ def generate(seed: int, *, train=300, heldout=150, known=40, paths=2) -> World:
     others = rng.permutation(len(there))[: count - known]
     people[split] = names(split, True)[:known] + tuple(there[i] for i in others)
     facts[split], pairs[split] = _facts(rng, people[split])
-  everything = {
-    name: own for part in facts.values() for name, own in part.items()
-  }
+  everything = facts['train'] | facts['heldout']
   ids, corpus = _passages(rng, everything)
   recalled = {
     (p, r) for own in people.values() for p in own[:known] for r in ATTRIBUTES
@@ -127,9 +124,7 @@ def generate(seed: int, *, train=300, heldout=150, known=40, paths=2) -> World:
   questions = {}
   for split in SPLITS:
     rows = [*_chains(rng, paths, facts[split], recalled)]
-    rows += [
-      ('comparison', (a, b), look_ups) for a, b, look_ups in pairs[split]
-    ]
+    rows += [('comparison', (a, b), both) for a, b, both in pairs[split]]
     prefix, order = f'atlas-{seed}-{split}', rng.permutation(len(rows))
     questions[split] = tuple(
       _question(rng, f'{prefix}-{n}', rows[i], facts[split], ids, recalled)
@@ -269,36 +264,24 @@ def _false(rng, facts, person: str, relation: str, value: str) -> str:
       return other
 
 
-@dataclasses.dataclass(frozen=True)
-class Worth:
-  """What one search was worth.
-
-  new: indices of needed facts (of Question.supporting) that it found first.
-  verdict: 'new'; 'repeated': it found needed facts, all of them before;
-    'wasted': it found none.
-  phi: share of the needed facts found so far, 0 to 1.
-  """
-
-  new: tuple[int, ...]
-  verdict: str
-  phi: float
-
-
 def progress(
   supporting: Sequence[str], found: Sequence[Collection[str]]
-) -> list[Worth]:
+) -> list[str]:
   """What each search of a trajectory was worth.
 
   Args:
     supporting: Question.supporting.
     found: for each search, ids of the passages that it found.
+
+  Returns:
+    for each 'new': it found a needed fact first; 'repeated': it found needed
+    facts, all of them before; or 'wasted': it found none.
   """
   seen, out = set(), []
   for ids in found:
     here = {i for i, id in enumerate(supporting) if id in ids}
-    new, seen = tuple(sorted(here - seen)), seen | here
-    verdict = 'new' if new else 'repeated' if here else 'wasted'
-    out.append(Worth(new, verdict, len(seen) / max(len(supporting), 1)))
+    out.append('new' if here - seen else 'repeated' if here else 'wasted')
+    seen |= here
   return out
 
 

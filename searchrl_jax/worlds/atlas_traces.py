@@ -120,12 +120,8 @@ def traces(
   rest, out = n - told - asked, []
   require(1 <= worlds <= rest, f'n={n} traces of worlds={worlds}: too few')
   for i in range(worlds):
-    world = atlas.generate(
-      microtraces.TRACE_WORLDS + world_seed * 1000 + i,
-      train=people,
-      heldout=40,
-      known=0,
-    )
+    own_seed = microtraces.TRACE_WORLDS + world_seed * 1000 + i
+    world = atlas.generate(own_seed, train=people, heldout=40, known=0)
     count = rest * (i + 1) // worlds - rest * i // worlds
     kinds = [kind for kind in atlas.KINDS if kind != 'known']
     pool = atlas.pick(world, 'train', kinds=kinds)

@@ -19,7 +19,7 @@ import dataclasses
 
 import numpy as np
 
-from searchrl_jax.data.checks import DataError
+from searchrl_jax.data.checks import require
 from searchrl_jax.data.core import Trace
 from searchrl_jax.types import Question
 from searchrl_jax.worlds import microworld
@@ -56,10 +56,8 @@ class Beliefs:
       for kind in ('first', 'second'):
         pool = microworld.invented(getattr(settings, kind), kind)
         cycle = rng.permutation(len(pool))  # nobody is linked to himself
-        known.update(
-          (pool[a], pool[b])
-          for a, b in zip(cycle, np.roll(cycle, 1), strict=True)
-        )
+        pairs = zip(cycle, np.roll(cycle, 1), strict=True)
+        known.update((pool[a], pool[b]) for a, b in pairs)
     return cls(words)
 
   def __call__(self, link: str, name: str) -> str:
@@ -89,25 +87,19 @@ def traces(
   Raises:
     DataError: a fraction out of range, or a world that cannot be.
   """
-  if not 0 <= useful <= 1:
-    raise DataError(f'useful={useful} must lie between 0 and 1')
-  if worlds < 1 or n < worlds:
-    raise DataError(f'n={n} documents of worlds={worlds}: at least one of each')
+  require(0 <= useful <= 1, f'useful={useful} must lie between 0 and 1')
+  least = f'n={n} documents of worlds={worlds}: at least one of each'
+  require(1 <= worlds <= n, least)
   out = []
   for i in range(worlds):
-    world = microworld.generate(
-      DOCUMENT_WORLDS + world_seed * 1000 + i, train=train, relations=relations
-    )
-    writer = _Writer(
-      world,
-      Beliefs.of(world_seed, world.settings),
-      np.random.default_rng([world_seed, i, 23]),
-    )
-    pool = world.questions['train']
+    seed = DOCUMENT_WORLDS + world_seed * 1000 + i
+    world = microworld.generate(seed, train=train, relations=relations)
+    beliefs = Beliefs.of(world_seed, world.settings)
+    rng = np.random.default_rng([world_seed, i, 23])
+    writer, pool = _Writer(world, beliefs, rng), world.questions['train']
     for j in range(n * (i + 1) // worlds - n * i // worlds):
-      out.append(
-        writer.trace(pool[j % len(pool)], useful=writer.rng.random() < useful)
-      )
+      question = pool[j % len(pool)]
+      out.append(writer.trace(question, useful=rng.random() < useful))
   return out
 
 

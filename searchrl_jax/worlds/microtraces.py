@@ -86,9 +86,8 @@ def traces(
   require(good, f'n={n} traces of worlds={worlds}: at least one of each')
   out = []
   for i in range(worlds):
-    world = microworld.generate(
-      TRACE_WORLDS + world_seed * 1000 + i, train=train, relations=relations
-    )
+    own_seed = TRACE_WORLDS + world_seed * 1000 + i
+    world = microworld.generate(own_seed, train=train, relations=relations)
     count = n * (i + 1) // worlds - n * i // worlds
     out += script(world, count, [seed, i], searcher(world), k, mix)
   return out

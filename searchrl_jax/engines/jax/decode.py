@@ -366,14 +366,10 @@ def score(weights, ids, *, cfg, mesh=None):
   """Teacher-forced log-probs float32 [R, W] of right-padded ids ([:, 0]: 0)."""
   R, W = ids.shape
   at = jnp.broadcast_to(jnp.arange(W, dtype=jnp.int32), (R, W))
-  lengths = jnp.full((R,), W, jnp.int32)
   x = decoder.embed(weights, cfg, ids)
   for p, layer in zip(weights['layers'], decoder.layers_of(cfg, at)):
     attend = functools.partial(
-      attention.causal,
-      lengths=lengths,
-      kernel=cfg.attention,
-      window=layer.window,
+      attention.causal, kernel=cfg.attention, window=layer.window
     )
     x = decoder.block(p, cfg, x, layer.rope, attend, mesh)
   targets = jnp.pad(ids[:, 1:], ((0, 0), (0, 1))).reshape(-1)

@@ -15,6 +15,7 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
+from searchrl_jax import lookup
 from searchrl_jax.devices import compiling, sharding
 from searchrl_jax.engines.core import SyncError, require
 from searchrl_jax.engines.jax import caches as kv
@@ -147,10 +148,8 @@ class Device:
     """
     cfg, adapter = self._cfg, kind == 'adapter'
     table = lora.adapter_table(cfg) if adapter else None
-    try:
+    with lookup.of('the weights do not fit the model', SyncError):
       decoder.flatten_checked(cfg, params, table)
-    except ValueError as e:
-      raise SyncError(f'the weights do not fit the model: {e}') from e
     if adapter:
       new = decode.load(params, cfg, self._mesh)['layers']
       layers = [old | own for old, own in zip(self._weights['layers'], new)]

@@ -355,15 +355,12 @@ class SlotTable:
     """A free slot, else that of the least recently used idle prefix."""
     if self._free:
       return heapq.heappop(self._free)
-    idle = [
-      s
-      for s, rows in self._held.items()
-      # A slot that this plan fills must be decoded from before it is evicted.
-      if s not in busy and rows not in plan.ready
-    ]
-    if not idle:
+    # A slot that this plan fills must be decoded from before it is evicted.
+    free = lambda s, rows: s not in busy and rows not in plan.ready
+    idle = [s for s, rows in self._held.items() if free(s, rows)]
+    slot = min(idle, key=lambda s: self._held[s].used, default=None)
+    if slot is None:
       return None
-    slot = min(idle, key=lambda s: self._held[s].used)
     rows = self._held.pop(slot)
     rows.slot = None
     rows.box = Box(max(u.cached for u in rows.users))

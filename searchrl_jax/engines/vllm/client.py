@@ -97,9 +97,7 @@ class VllmEngine(core.Engine):
     model = {**families.fields(model_cfg), 'dtype': config.dtype}
     if not config.url:
       published.write_serving_folder(
-        *(folder / 'serving', model, tokenizer.path),
-        config.dtype,
-        config.max_len,
+        folder / 'serving', model, tokenizer.path, config.dtype, config.max_len
       )
       self._sidecars = _start(config, folder, model_cfg.lora)
       urls = [sidecar.url for sidecar in self._sidecars]
@@ -331,15 +329,20 @@ class VllmEngine(core.Engine):
     while True:
       if not probe:
         await self._open.wait()
-      lost = [s.recovery() for s in self._servers if not s.ready]
-      ready = [s for s in ([only] if only else self._servers) if s.ready]
+      servers_ = [only] if only else self._servers
+      lost = [s.recovery() for s in servers_ if not s.ready]
+      ready = [s for s in servers_ if s.ready]
       if ready:
         if handle.home not in ready:
           handle.move(min(ready, key=lambda s: (s.calls, s.handles)))
         return handle.home
-      done, _ = await asyncio.wait(lost, return_when=asyncio.FIRST_COMPLETED)
-      for task in done:
-        task.result()
+      # One whose recovery failed is given up while another may recover.
+      waiting = [task for task in lost if not task.done()]
+      if waiting:
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+      else:
+        for task in lost:
+          task.result()
 
   async def _all(self, work: Callable[[Server], Awaitable]) -> list:
     """All results; the first error, once the others have ended."""

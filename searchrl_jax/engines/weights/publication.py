@@ -107,13 +107,8 @@ class Publisher:
     path = self.path(version)
     old = [version] if path.exists() else []
     cluster.first('publication', lambda: self._files.delete(old))
-    self._files.save(
-      version,
-      tensors,
-      extras={'published': published.FORMAT, **extras},
-      metrics={},
-      fingerprint={},
-    )
+    about = {'published': published.FORMAT, **extras}
+    self._files.save(version, tensors, extras=about, metrics={}, fingerprint={})
     self._written.add(version)
     return dataclasses.replace(done, path=path)
 
@@ -141,12 +136,9 @@ class Publisher:
     shutil.rmtree(path, ignore_errors=True)
     lora.save(path, self._cfg, adapters, dtype=self._dtype)
     self._adapters[version] = path
-    return published.Weights(
-      path,
-      self._dtype,
-      checksums=_checksums(flat, self._dtype, checksums),
-      shapes={name: tuple(x.shape) for name, x in flat.items()},
-    )
+    sums = _checksums(flat, self._dtype, checksums)
+    shapes = {name: tuple(x.shape) for name, x in flat.items()}
+    return published.Weights(path, self._dtype, sums, shapes)
 
   def path(self, version: int):
     return self._files.folder / f'{version:08d}'

@@ -110,10 +110,8 @@ class Published(Weights):
       yield
     except (OSError, ValueError) as e:
       line = str(e).partition('\n')[0]
-      tensor = self.table[name]
-      what = (
-        f'{self.path}: tensor {tensor.path!r} ({name}) is missing or damaged'
-      )
+      tensor = f'tensor {self.table[name].path!r} ({name})'
+      what = f'{self.path}: {tensor} is missing or damaged'
       fix = f'publish version {self.version} again'
       raise PublishedError(f'{what} ({line}); {fix}') from e
 
