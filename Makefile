@@ -18,7 +18,7 @@ ifeq ($(shell uname -s),Linux)
 export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 endif
 
-.PHONY: help setup quickstart realistic sidecar test test-quick fuzz test-parity \
+.PHONY: help setup quickstart realistic sidecar test test-long test-quick fuzz test-parity \
   test-cluster test-runbook test-notebooks test-sidecar test-aot \
   setup-notebooks notebooks aot docs lint dist sizes clean
 
@@ -28,7 +28,8 @@ help:
 	@echo 'make quickstart CONTROLS=1  the same, then the control runs'
 	@echo 'make realistic              GRPO of a real language model on real text (hours)'
 	@echo 'make test                   the tests (no network, GPU or torch)'
-	@echo 'make test-quick             a part of them, in 90 s'
+	@echo 'make test-long              those of more than 5 s each: kills, memory, meshes'
+	@echo 'make test-quick             a part of make test, in 90 s'
 	@echo 'make fuzz                   random cases for MINUTES=60, by SEED=0'
 	@echo 'make test-parity            installs torch, compares with it live'
 	@echo 'make test-cluster           several processes on this machine (8 min)'
@@ -102,7 +103,7 @@ TEST_XLA_FLAGS := --xla_backend_optimization_level=0 \
 OPTIMIZED := tests/engines/test_jax_engine.py tests/learn/test_entropy.py \
   tests/retrieval/test_encoder.py
 # Tests run on the CPU, whatever the machine has.
-test test-quick fuzz test-parity test-cluster test-runbook test-notebooks \
+test test-long test-quick fuzz test-parity test-cluster test-runbook test-notebooks \
   notebooks test-sidecar test-aot: export JAX_PLATFORMS ?= cpu
 
 test: setup
@@ -110,11 +111,14 @@ test: setup
 	  $(PY) -m pytest $(WORKERS) $(addprefix --ignore=,$(OPTIMIZED))
 	XLA_FLAGS="$(ONE_PART) $(XLA_FLAGS)" $(PY) -m pytest $(WORKERS) $(OPTIMIZED)
 
+test-long: setup
+	XLA_FLAGS="$(TEST_XLA_FLAGS) $(XLA_FLAGS)" $(PY) -m pytest $(WORKERS) -m long
+
 # Whole files are marked as slow: those that take more than a few seconds.
 test-quick: setup
 	XLA_FLAGS="$(TEST_XLA_FLAGS) $(XLA_FLAGS)" $(PY) -m pytest $(WORKERS) \
 	  -m "not slow and not parity and not sidecar and not aot and not cluster \
-	  and not runbook and not notebook"
+	  and not runbook and not notebook and not long"
 
 # Random cases for MINUTES, by SEED; a case that fails prints what repeats it.
 MINUTES ?= 60

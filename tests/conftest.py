@@ -103,7 +103,7 @@ def pytest_sessionfinish(session, exitstatus):
     if not re.match(rf'{_COMPILED}|pymp-|.*wandb-', path.name)
   ]
   # torch and vLLM, which the other suites run, keep caches there.
-  ours = 'not parity' in session.config.option.markexpr
+  ours = re.search('not parity|^long$', session.config.option.markexpr)
   if left and ours and not _WORKER and exitstatus == 0:
     session.exitstatus = pytest.ExitCode.TESTS_FAILED
     reporter = session.config.pluginmanager.get_plugin('terminalreporter')

@@ -124,6 +124,9 @@ def test_sides_take_turns(monkeypatch):
 def test_the_faster_of_one_and_two_threads_counts():
   speed = {'jax': 9.0, 'torch_1': 2.0, 'torch_2': 1.0, 'vllm_2': 3.0}
   assert harness.better(speed) == 'torch_1'
+  assert harness.against(speed, 'per_s') == {
+    'per_s': 9.0, 'torch_per_s': 2.0, 'torch_threads': 1, 'ratio': 4.5
+  }  # fmt: skip
   assert harness.better(speed | {'vllm_1': 1.0}, 'vllm') == 'vllm_2'
 
 

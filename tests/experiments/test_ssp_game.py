@@ -361,6 +361,8 @@ def test_what_a_service_failed_is_in_no_statistic_of_proposals():
   assert found['selfplay/valid_share'] == 0.75  # 3 of 4, not of 8
   assert found['selfplay/searches'] == 2.0
   assert found['selfplay/no_failed'] == 4 and found['selfplay/no_leak'] == 1
+  none = game.proposal_metrics([*good, *fallen, *lost], '')  # selfplay.oracle
+  assert found == pytest.approx(none, nan_ok=True)
 
 
 class Judging:

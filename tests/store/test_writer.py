@@ -359,6 +359,9 @@ def test_a_folder_of_another_config(tmp_path):
     ('source.attempts', 9),
     ('rollout.search_attempts', 9),
     ('judge.url', 'http://elsewhere'),
+    ('judge.model', 'theirs'),  # which had no name
+    ('judge.max_tokens', 99),
+    ('sft.seconds', 9.0),
     ('mesh.data', 1),
   ],
 )

@@ -101,15 +101,11 @@ def test_a_path_is_walked_from_fact_to_fact():
 
 
 def test_progress_by_hand():
-  # Needs a, b and c. Search 1 finds a: 1 of 3. Search 2 finds nothing that is
-  # needed. Search 3 finds a again. Search 4 finds c and b: 3 of 3.
+  # Needs a, b and c. Search 1 finds a. Search 2 finds nothing that is needed.
+  # Search 3 finds a again. Search 4 finds c and b.
   found = [('a', 'x'), ('x', 'y'), ('a',), ('c', 'b', 'a'), ()]
   worth = atlas.progress(('a', 'b', 'c'), found)
-  assert [w.verdict for w in worth] == [
-    'new', 'wasted', 'repeated', 'new', 'wasted',
-  ]  # fmt: skip
-  assert [w.new for w in worth] == [(0,), (), (), (1, 2), ()]
-  assert [w.phi for w in worth] == pytest.approx([1 / 3, 1 / 3, 1 / 3, 1, 1])
+  assert worth == ['new', 'wasted', 'repeated', 'new', 'wasted']
   assert atlas.progress(('a',), []) == []
 
 
