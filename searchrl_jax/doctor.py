@@ -201,6 +201,7 @@ def checkpoint(have) -> str:
 def generation(have) -> str:
   """A few tokens by the engine, after its weights were verified."""
   begin = time.monotonic()
+  services.check_ahead(have.config, have.mesh)
   canary = sync.canary_ids(have.env, have.questions)
   engine = have.opener.open_engine(have.tok, canary, have.params)
   have.opener.engine = engine

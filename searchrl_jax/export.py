@@ -154,7 +154,7 @@ def model_card(config, workdir: str, step: int, adapter: bool) -> str:
   for path in sorted(folder.glob('*/eval.json')):
     found = json.loads(path.read_text())
     about = files.read_manifest(path.with_name(files.MANIFEST))
-    real = about['source'] != simulated.SIMULATED
+    real = about.get('source') != simulated.SIMULATED
     if found.get('checkpoint') == step and real:
       values.append((path.parent.name, step, about['sets'], found))
   figures = [

@@ -11,11 +11,14 @@ class Chats:
   """What it was asked, and what it says.
 
   script: the request's body -> the reply's text; an int is a status instead,
-  bytes are a whole body, None hangs up, an event sends a byte now and then
-  until it is set. models: names of those served, or a whole body.
+  a pair one with its message, bytes are a whole body, None hangs up, an event
+  sends a byte now and then until it is set. models: names of those served, or a
+  whole body.
   """
 
-  def __init__(self, script: Callable[[dict], str | int | bytes | None]):
+  def __init__(
+    self, script: Callable[[dict], str | int | tuple | bytes | None]
+  ):
     self.script = script
     self.asked: list[dict] = []
     self.tokens: list[str] = []
@@ -59,6 +62,8 @@ def serve(script) -> Iterator[Chats]:
             self.wfile.write(b' ')
       elif isinstance(said, int):
         self._send(said, {'error': {'message': f'status {said}'}})
+      elif isinstance(said, tuple):
+        self._send(said[0], {'error': {'message': said[1]}})
       elif isinstance(said, bytes):
         self._send(200, said)
       else:

@@ -164,7 +164,7 @@ def test_export_loads_back(run, tmp_path):
   (out,) = folder.glob('evaluation_*')
   em = json.loads((out / 'eval.json').read_text())['eval/em']
   card = (tmp_path / 'hf' / 'README.md').read_text()
-  assert f'| {out.name} | 1 | {em:.3f} |' in card
+  assert f'| {out.name} | micro | 1 | {em:.3f} |' in card
   assert 'while it trained' in card and 'answer.em' in card
   assert f'from `{folder}/warm`' in card
 

@@ -3,6 +3,7 @@
 import functools
 from importlib import metadata
 import io
+import types
 
 import psutil
 import pytest
@@ -11,6 +12,8 @@ from rich import console
 from configs import search_r1
 from searchrl_jax import doctor
 from searchrl_jax.aot import costs
+from searchrl_jax.models import parameters
+from searchrl_jax.run import build
 from tests import scripted, tiny
 
 pytestmark = pytest.mark.slow
@@ -75,6 +78,27 @@ def test_services_and_room(tmp_path, monkeypatch):
   assert 'http://127.0.0.1:9' in found['search'][1]
   # What has no room is not loaded.
   assert found['checkpoint'] == ('skipped', 'it needs memory')
+
+
+def test_what_a_run_writes_once_needs_room_too(tmp_path, monkeypatch):
+  monkeypatch.setattr(doctor, 'GIB', 1)  # bytes are printed
+
+  def once(**fields):
+    """Bytes beside the checkpoints, of which there are keep + 1."""
+    config, needs = tiny.config(), []
+    config.update_from_flattened_dict(fields)
+    have = types.SimpleNamespace(config=config, workdir=tmp_path)
+    have.cfg = parameters.model_config(config, 64)
+    have.mesh = build.mesh(config)
+    for keep in 1, 2:
+      config.checkpoint.keep = keep
+      needs.append(float(doctor.disk(have).split()[2]))
+    return 3 * needs[0] - 2 * needs[1]
+
+  model = 4 * parameters.model_config(tiny.config(), 64).n_params
+  assert once() == 0
+  assert once(**{'algorithm.kl': 'loss', 'algorithm.kl_coef': 0.1}) == model
+  assert once(**{'model.lora.rank': 2}) == model  # the frozen base
 
 
 def test_tags_that_the_tokenizer_hides_are_a_problem(tmp_path, monkeypatch):

@@ -1,12 +1,15 @@
-"""What an exported folder says to transformers: the prompt, how to sample."""
+"""What an exported folder says: the prompt to transformers, the figures."""
+
+import json
 
 import pytest
 import transformers
 
 from searchrl_jax import export, schema
 from searchrl_jax.run import build
+from searchrl_jax.store import records
 from searchrl_jax.types import Question
-from tests import scripted
+from tests import scripted, tiny
 
 QUESTIONS = (
   'Who wrote "Faust"',
@@ -38,3 +41,33 @@ def test_the_chat_template_renders_the_prompts_of_training(
     assert list(state.segments[0].ids) == given
   with pytest.raises(Exception, match='one message'):
     theirs.apply_chat_template(2 * message)
+
+
+@pytest.fixture
+def run(tmp_path):
+  """A run that was killed in a line, with two evaluations of its step 2."""
+  em = {'eval/em': 0.5, 'eval/em/low': 0.25, 'eval/em/high': 0.75}
+  em['eval/em/n'] = 4.0
+  line = json.dumps({'step': 1} | em)
+  (tmp_path / 'metrics.jsonl').write_text(f'{line}\n{{"step": 2, "eval/')
+  about = {'starts': [{'commit': 'c'}]}
+  records.write_json(tmp_path / 'environment.json', about)
+  for name, source in ('real', 'service'), ('told', 'simulated'):
+    manifest = {'sets': {'a': {}, 'b': {}}, 'corpus': None, 'sampling': {}}
+    manifest['source'] = source
+    records.write_json(tmp_path / name / 'manifest.json', manifest)
+    records.write_json(tmp_path / name / 'eval.json', em | {'checkpoint': 2})
+  return tmp_path
+
+
+@pytest.mark.parametrize('source', ['service', 'simulated'])
+def test_the_card_has_the_figures_of_real_searches(run, source):
+  """A simulator is told the golden answers."""
+  config = tiny.config()
+  config.source.module = source
+  card = export.model_card(config, str(run), 2, False)
+  _, *rows = [line for line in card.splitlines() if line.startswith('| ')]
+  figures = '| 2 | 0.500 | 0.250 to 0.750 | 4 |'
+  trained, measured = f'| micro {figures}', f'| real | a, b {figures}'
+  trained = [f'| while it trained {trained}'] * (source == 'service')
+  assert rows == [*trained, measured]

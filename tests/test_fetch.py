@@ -1,6 +1,7 @@
 """Models brought and made smaller: whole or not at all."""
 
 import errno
+import gzip
 import hashlib
 import json
 import pathlib
@@ -169,7 +170,25 @@ def test_a_small_version_writes_and_scores_the_same(model, tmp_path):
 def test_texts_of_a_json_file_are_its_strings(tmp_path):
   path = tmp_path / 'template.json'
   path.write_text(json.dumps({'a': ['b\n\n', 1], 'c': {'d': '"'}}))
-  assert sorted(prune.read_texts(str(path))) == ['"', 'a', 'b\n\n', 'c', 'd']
+  found = ['"', 'a', 'b\n\n', 'c', 'd']
+  assert sorted(prune.read_texts(str(path))) == found
+  packed = tmp_path / 'template.json.gz'
+  packed.write_bytes(gzip.compress(path.read_bytes()))
+  assert sorted(prune.read_texts(str(packed))) == found
+
+
+def test_texts_that_are_packed_or_damaged(tmp_path):
+  path = tmp_path / 'texts.txt.gz'
+  path.write_bytes(gzip.compress('a\nü'.encode()))
+  assert [*prune.read_texts(str(path))] == ['a\nü']
+  for name, data in (
+    ('latin.txt', b'caf\xe9'),
+    ('latin.txt.gz', gzip.compress(b'caf\xe9')),
+    ('cut.json', b'{"a": '),
+  ):
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(lookup.ConfigError, match=name):
+      next(prune.read_texts(str(tmp_path / name)))
 
 
 def test_a_trained_small_version_goes_back_into_the_whole(model, tmp_path):

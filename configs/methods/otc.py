@@ -103,4 +103,6 @@ def _check(config, fields):
 
 
 reward.needs, reward.check = efficiency.needs, _check
-reward.compares_group = lambda fields: fields['form'] == 'grpo'
+reward.compares_group = lambda fields: (
+  fields['form'] == 'grpo' or ablations.shuffles(fields)
+)

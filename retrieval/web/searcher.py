@@ -212,8 +212,7 @@ class WebSearcher:
       contents, rank = join_contents(row.title, text), len(found) + 1
       # Google's own answer above the results has no URL, and is another for
       # each query.
-      digest = hashlib.sha256(contents.encode()).hexdigest()[:12]
-      url = row.url or f'{self.provider}:answer_box:{digest}'
+      url = row.url or f'{self.provider}:answer_box:{_digest(contents)}'
       found.append(Found(url, contents, 1 / rank, transient))
     return found
 
@@ -384,3 +383,8 @@ def _main_text(html: str) -> str:
   # It logs each malformed page, including untrusted bytes.
   logging.getLogger('trafilatura').setLevel(logging.CRITICAL)
   return trafilatura.extract(html, include_comments=False) or ''
+
+
+def _digest(text: str) -> str:
+  data = text.encode('utf-8', 'surrogatepass')
+  return hashlib.sha256(data).hexdigest()[:12]

@@ -142,11 +142,12 @@ def _titled(record, where: str, **about) -> dict:
   name, text, facts = _required(record, where, *keys)
   if isinstance(facts, str):
     facts = checks.unpacked(facts, f'{where}: supporting_facts {facts!r:.60}')
-  if isinstance(facts, dict):  # of the `datasets` library: a list of each
-    facts = [(title, None) for title in facts.get('title', ())]
-  good = all(isinstance(x, (list, tuple)) and len(x) == 2 for x in facts)
+  if isinstance(facts, dict) and isinstance(facts.get('title'), list):
+    facts = [(title, None) for title in facts['title']]  # as `datasets` has it
   what = f'{where}: supporting_facts are {facts!r:.60}, not [title, sentence]'
-  require(isinstance(facts, list) and good, what)
+  pair = lambda x: isinstance(x, (list, tuple)) and len(x) == 2
+  good = isinstance(facts, list) and all(pair(x) for x in facts)
+  require(good and all(isinstance(title, str) for title, _ in facts), what)
   titles = list(dict.fromkeys(title for title, _ in facts))
   meta = {'supporting_titles': titles, 'type': record.get('type', '')}
   answers = record.get('answer')
@@ -167,8 +168,9 @@ def musique(record: Mapping[str, Any], where: str) -> dict:
   name, text, paragraphs = _required(record, where, *keys)
   if isinstance(paragraphs, str):
     paragraphs = checks.unpacked(paragraphs, f'{where}: the paragraphs')
-  good = all(isinstance(p, dict) and 'title' in p for p in paragraphs)
-  require(good, f'{where}: a paragraph is no object with a title')
+  titled = lambda p: isinstance(p, dict) and isinstance(p.get('title'), str)
+  good = isinstance(paragraphs, list) and all(map(titled, paragraphs))
+  require(good, f'{where}: the paragraphs are no list of objects with a title')
   titles = [p['title'] for p in paragraphs if p.get('is_supporting')]
   answers = ()
   for field in ('answer', 'answer_aliases'):

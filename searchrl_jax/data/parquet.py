@@ -61,8 +61,8 @@ def load(
   require(column in names, f'{path}: {what}; {fix}')
 
   columns = _COLUMNS
-  kinds = dict(zip(names, table.schema_arrow.types))
-  if pa.types.is_string(kinds.get('metadata')):  # the object as text
+  kind = dict(zip(names, table.schema_arrow.types)).get('metadata', pa.null())
+  if pa.types.is_string(kind) or pa.types.is_large_string(kind):
     columns = [c for c in _COLUMNS if '.' not in c] + ['metadata']
 
   def rows():
@@ -82,9 +82,16 @@ def load(
 
 def make(record: Mapping, where: str, row: int, prompt: str) -> Question:
   """Makes the Question of one row."""
+  about = record.get('metadata')
+  if isinstance(about, str) and not about.lstrip().startswith('{'):
+    about = None  # free text
   extra, reward, metadata = (
-    mapping(record.get(column), f'{where}: {column}')
-    for column in ('extra_info', 'reward_model', 'metadata')
+    mapping(value, f'{where}: {column}')
+    for column, value in (
+      ('extra_info', record.get('extra_info')),
+      ('reward_model', record.get('reward_model')),
+      ('metadata', about),
+    )
   )
   source = str(record.get('data_source') or '')
   names = (record.get('id'), extra.get('index'), row)

@@ -148,9 +148,11 @@ def asked(
   about: dict[str, Any] = {'--controls': with_controls}
   if workdir:
     # A run may go on meanwhile, and disks show it to processes at other times.
-    saved = lambda: checkpoint.of_run(config, workdir).resolve(which)
-    step = cluster.first('checkpoint', saved)
-    weights = parameters.digest(workdir, step)
+    def saved():
+      step = checkpoint.of_run(config, workdir).resolve(which)
+      return step, parameters.digest(workdir, step)
+
+    step, weights = cluster.first('checkpoint', saved)
     about |= {'--checkpoint': step, 'weights': weights}
   else:
     weights = folders.digest(parameters.contents(config))

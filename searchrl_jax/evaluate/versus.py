@@ -6,7 +6,8 @@
 Every run folder is evaluated on the held-out questions, the corpus and the
 config.eval of the first (or of --on); then each is compared with the first,
 question by question (evaluate/compare.py). A run keeps its own model,
-tokenizer, template, limits and number of passages per query. All searches are
+tokenizer, template, limits and number of passages per query; its judge and
+servers that it named are left out (em and f1 need no judge). All searches are
 real, also those of policies that write their own information (SSRL) or that
 were trained with a simulator (ZeroSearch). --own_searches lets SSRL's policies
 write their information as in training. Questions without a corpus (TTRL's

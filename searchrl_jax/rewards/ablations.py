@@ -39,6 +39,11 @@ def drawn(
   return out
 
 
+def shuffles(fields: Mapping[str, Any]) -> bool:
+  """`compares_group` of a reward with a field `credit` (rewards/core.py)."""
+  return fields['credit'] == 'shuffled'
+
+
 def choose(fields: Mapping[str, Any], **allowed: Collection[str]) -> None:
   """Refuses the value of a field that is none of those allowed.
 

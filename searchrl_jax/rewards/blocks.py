@@ -145,3 +145,4 @@ states_answer.needs = ('answers',)
 states_answer.check = _check
 outcome_or_evidence.needs = _needs_evidence
 outcome_or_evidence.check = _check_evidence
+outcome_or_evidence.compares_group = ablations.shuffles

@@ -109,7 +109,8 @@ def check(config: ConfigDict, questions: Iterable[Question] = ()) -> None:
     DataError: a question lacks what a function needs (`require_needs`).
   """
   terms, advantage = _terms(config.reward), config.algorithm.advantage
-  fn = lookup.function('searchrl_jax.learn', advantage, 'advantages')
+  with lookup.of(f'config.algorithm.advantage={advantage!r}'):
+    fn = lookup.function('searchrl_jax.learn', advantage, 'advantages')
   greedy = 'greedy' in lookup.inputs(fn)
   for name, function, _, fields in terms:
     require(

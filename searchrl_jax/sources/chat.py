@@ -35,7 +35,7 @@ _START = 'searchrl-'  # prefix of the model names of engines/vllm/host.py
 _SPELLING = re.compile('[<|\\[◁＜﹤≮｜［﹇\ud800-\udfff]')
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 # Ends of paths that are complete, and of those that other clients are given.
-_VERSION = re.compile('/(v\\d\\w*|openai)$')
+_VERSION = re.compile('(?<![:/])/(v\\d\\w*|openai)$')
 _PATH = re.compile('(?<![:/])/+(v1/*)?((chat/)?completions/*)?$')
 _THOUGHT = re.compile(
   '(?i:[<◁]/?(?:seed:)?(?:think(?:ing)?|thought|reasoning)[>▷])|\\[/?THINK]'
@@ -45,7 +45,10 @@ _THOUGHT = re.compile(
 # that they take in its place.
 _OPTIONS = {
   re.compile('response_format|json_schema'): ('response_format', None),
-  re.compile('max_completion_tokens'): ('max_tokens', 'max_completion_tokens'),
+  re.compile("max_completion_tokens'? instead"): (
+    'max_tokens',
+    'max_completion_tokens',
+  ),
   re.compile("'temperature'"): ('temperature', None),
 }
 # HTTP statuses of a request that is too long or filtered, and the finish
@@ -157,8 +160,11 @@ class Chat:
     server = 'must be http(s)://host[:port] of an OpenAI-compatible server'
     lookup.require(good, f'{where}.url={config.url!r} {server}')
     self._config, self._where = config, where
-    self.url = _PATH.sub('', proxies.askable(f'{config.url}/'))
-    self.url += '' if _VERSION.search(self.url) else '/v1'
+    given = proxies.askable(f'{config.url}/')
+    end = _PATH.search(given)
+    self.url = _PATH.sub('', given)
+    if (end and end[1]) or not _VERSION.search(self.url):
+      self.url += '/v1'
     self._model = config.model
     self._renamed: dict[str, str | None] = {}  # options that it does not take
     # Connections belong to the event loop that opened them.
@@ -187,24 +193,24 @@ class Chat:
       spec = {'name': 'reply', 'schema': schema, 'strict': True}
       options['response_format'] = {'type': 'json_schema', 'json_schema': spec}
     while True:
+      renamed = dict(self._renamed)
+      sent = {renamed.get(name, name): x for name, x in options.items()}
+      sent.pop(None, None)
       try:
-        return await self._reply(list(messages), dict(options))
+        return await self._reply(list(messages), max_tokens, sent)
       except ChatError as e:
+        refused = getattr(e.__cause__, 'status_code', None) in (400, 422)
         named = (x for pattern, x in _OPTIONS.items() if pattern.search(str(e)))
         old, new = next(named, ('', None))
-        if e.kind != 'unusable' or old not in {*options} - {*self._renamed}:
+        if not refused or old not in sent:
           raise
-        instead = f'sending {new}' if new else 'leaving it out'
-        logging.warning(f'{self.url} does not take {old}; {instead}: {e}')
+        if old not in self._renamed:
+          instead = f'sending {new}' if new else 'leaving it out'
+          logging.warning(f'{self.url} does not take {old}; {instead}: {e}')
         self._renamed[old] = new
 
-  async def _reply(self, messages, options: dict) -> str:
+  async def _reply(self, messages, max_tokens: int, options: dict) -> str:
     """`reply`, with the options that the server takes."""
-    max_tokens = options['max_tokens']
-    for old, new in self._renamed.items():
-      value = options.pop(old, None)
-      if new and value is not None:
-        options[new] = value
     async with self._asking() as client:
       if not self._model:
         self._model = (await self._served(client))[0]

@@ -147,8 +147,8 @@ class ServiceSource:
       single = len(queries) == 1
       if single and error.kind in _SPLIT and await self._is_healthy(k):
         # Servers of others answer 500 to a query that they cannot process, and
-        # to any while they have a fault: it is the query if it fails again.
-        if error.kind == 'rejected' or not await self._is_healthy(k, queries):
+        # to any while they have a fault: it is the query if they do it again.
+        if error.kind == 'rejected' or await self._refuses(queries, k):
           return {queries[0]: ()}
       if single or error.kind not in _SPLIT:
         return dict.fromkeys(queries, error)
@@ -158,12 +158,20 @@ class ServiceSource:
     )
     return first | second
 
-  async def _is_healthy(self, k: int, queries=('health',)) -> bool:
-    """Whether the server answers; without queries, a valid one."""
+  async def _is_healthy(self, k: int) -> bool:
+    """Whether the server answers a valid query."""
     try:
-      return bool(await self._client.retrieve([*queries], k))
+      return bool(await self._client.retrieve(['health'], k))
     except RetrievalError:
       return False
+
+  async def _refuses(self, queries: list[str], k: int) -> bool:
+    """Whether the server answers these queries, and not with passages."""
+    try:
+      await self._client.retrieve(queries, k)
+    except RetrievalError as error:
+      return error.kind in _SPLIT
+    return False
 
 
 def make(config: ConfigDict, **_: object) -> ServiceSource:

@@ -230,5 +230,6 @@ def _passage(match: re.Match, name: str) -> types.Passage:
   fields = {'title': '', 'text': match.group(1) or '', **match.groupdict('')}
   title, text = (' '.join(fields[f].split()) for f in ('title', 'text'))
   # Of another query, another document.
-  digest = hashlib.sha256(f'{title}\0{text}'.encode()).hexdigest()[:12]
+  content = f'{title}\0{text}'.encode('utf-8', 'surrogatepass')
+  digest = hashlib.sha256(content).hexdigest()[:12]
   return types.Passage(f'simulated-{name}-{digest}', title, text)

@@ -42,9 +42,10 @@ DECODERS = 'ByteFallback ByteLevel Fuse Metaspace Replace Strip'.split()
 # The printable character that represents each byte.
 _BYTES = {char: byte for byte, char in bytes_to_unicode().items()}
 
-# The day of chat templates that show one (Llama 3.2's own default): prompts do
-# not change at midnight.
+# Chat templates that show the day show this one (Llama 3.2's own default), so
+# that prompts do not change at midnight.
 _DAY = datetime.date(2024, 7, 26)
+_ASKS_DAY = re.compile('strftime_now\\(([\'"])(.*?)\\1\\)')
 PAD, EOS = '<|pad|>', '<|eos|>'
 
 # Words, single digits, punctuation and spaces, as in Qwen2.
@@ -98,6 +99,10 @@ class Tokenizer:
       ValueError: there is no eos, or tokens do not concatenate to the text.
     """
     self.path, self._hf, self._unk = path, hf, hf.unk_token_id
+    self._chat = hf.chat_template
+    if isinstance(self._chat, str):
+      day = lambda match: repr(_DAY.strftime(match[2]))
+      self._chat = _ASKS_DAY.sub(day, self._chat)
     spec = json.loads(hf.backend_tokenizer.to_str())
     decoder = spec['decoder'] or {'type': 'no decoder'}
     # Steps, each of which decodes single tokens.
@@ -134,8 +139,10 @@ class Tokenizer:
     special = {self._added[i]: i for i in self.control}
     ends = [hf.eos_token_id, *eos, *map(special.get, END_OF_TURN)]
     self.eos_ids = tuple(dict.fromkeys(int(i) for i in ends if i is not None))
-    unused = self.control.difference(self.eos_ids)
-    while self.vocab_size - 1 in unused - {hf.bos_token_id}:
+    shown = str(hf.chat_template or '')
+    used = {i for i in self.control if self._added[i] in shown}
+    unused = self.control - used.union(self.eos_ids, [hf.bos_token_id])
+    while self.vocab_size - 1 in unused:
       self.vocab_size -= 1
     fix = 'name one in tokenizer_config.json'
     require(self.eos_ids, f'tokenizer {path}: no eos_token; {fix}')
@@ -268,7 +275,7 @@ class Tokenizer:
         [dict(m) for m in messages],
         tokenize=False,
         add_generation_prompt=True,
-        strftime_now=_DAY.strftime,
+        chat_template=self._chat,
       )
 
   def save(self, folder: str | os.PathLike) -> None:

@@ -187,6 +187,7 @@ def test_strings(value, want):
     '["a", null]',
     '[["a"]]',
     '[{"a": "b"}]',
+    [{'answer': 'a'}],
     '{"value": "a"}',
     "{'a', 'b'}",
     "['a' 'b']",  # NumPy's form, which Python reads as ['ab']

@@ -67,6 +67,21 @@ def test_lists_that_a_table_wrote_as_text(tmp_path):
   assert found[-1].meta == {'level': 'hard'}
 
 
+def test_of_several_columns_of_answers_the_empty_ones_do_not_count(tmp_path):
+  """As merged sets have them."""
+  asked = {'question': 'q', 'answer': 'Paris'}
+  rows = [
+    {'id': '1', 'golden_answers': None, **asked},
+    {'id': '2', 'golden_answers': [], 'answers': '', **asked},
+    {'id': '3', 'golden_answers': ['Lutetia'], **asked},
+    {'id': '4', 'question': 'q', 'golden_answers': []},
+  ]
+  found = jsonl.load(write(tmp_path / 'x.jsonl', *rows))
+  assert [q.answers for q in found] == [
+    ('Paris',), ('Paris',), ('Lutetia',), (),
+  ]  # fmt: skip
+
+
 def test_line_separators_inside_strings(tmp_path):
   odd = {**FLASHRAG, 'question': 'a\u2028b\x85c'}
   path = tmp_path / 'x.jsonl'
@@ -90,6 +105,10 @@ def test_line_separators_inside_strings(tmp_path):
     ({'id': '', 'question': 'q'}, r"x\.jsonl:2.*id.*''"),
     (
       {**FLASHRAG, 'id': '1', 'golden_answers': {'a': 1}},
+      r"x\.jsonl:2.*answers.*'1'",
+    ),
+    (
+      {**FLASHRAG, 'id': '1', 'golden_answers': [{'answer': 'x'}]},
       r"x\.jsonl:2.*answers.*'1'",
     ),
     (
@@ -172,39 +191,84 @@ def test_filters(tmp_path):
       found(**kw)
 
 
+HOTPOT = {
+  '_id': 'h',
+  'question': 'q',
+  'answer': 'yes',
+  'type': 'bridge',
+  'supporting_facts': [['T', 0], ['T', 2], ['U', 1]],
+  'context': [],
+}
+MUSIQUE = {
+  'id': '3hop1__1_2_3',
+  'question': 'q',
+  'answer': 'A',
+  'answer_aliases': ['B'],
+  'answerable': True,
+  'paragraphs': [
+    {'title': 'T', 'is_supporting': True},
+    {'title': 'U', 'is_supporting': False},
+  ],
+}
+
+
 def test_multihop_layouts(tmp_path):
-  hotpot = {
-    '_id': 'h',
-    'question': 'q',
-    'answer': 'yes',
-    'type': 'bridge',
-    'supporting_facts': [['T', 0], ['T', 2], ['U', 1]],
-    'context': [],
-  }
   (q,) = jsonl.load(
-    write(tmp_path / 'h.json', json.dumps([hotpot])), layout='hotpotqa'
+    write(tmp_path / 'h.json', json.dumps([HOTPOT])), layout='hotpotqa'
   )
   assert (q.id, q.answers, q.hops) == ('h', ('yes',), 2)
   assert q.meta['supporting_titles'] == ['T', 'U']
-  two = {**hotpot, 'type': 'bridge_comparison'}
+  two = {**HOTPOT, 'type': 'bridge_comparison'}
   (q,) = jsonl.load(write(tmp_path / 'w.jsonl', two), layout='2wiki')
   assert (q.source, q.hops) == ('2wikimultihopqa', 4)
-  musique = {
-    'id': '3hop1__1_2_3',
-    'question': 'q',
-    'answer': 'A',
-    'answer_aliases': ['B'],
-    'answerable': True,
-    'paragraphs': [
-      {'title': 'T', 'is_supporting': True},
-      {'title': 'U', 'is_supporting': False},
-    ],
-  }
-  (q,) = jsonl.load(write(tmp_path / 'm.jsonl', musique), layout='musique')
+  (q,) = jsonl.load(write(tmp_path / 'm.jsonl', MUSIQUE), layout='musique')
   assert (q.answers, q.hops) == (('A', 'B'), 3)
   assert q.meta['supporting_titles'] == ['T']
   with pytest.raises(DataError, match=r"m\.jsonl:1.*'_id'"):
     jsonl.load(str(tmp_path / 'm.jsonl'), layout='hotpotqa')
+
+
+@pytest.mark.parametrize('form', [json.dumps, lambda facts: facts])
+@pytest.mark.parametrize(
+  'facts',
+  [
+    HOTPOT['supporting_facts'],
+    {'title': ['T', 'T', 'U'], 'sent_id': [0, 2, 1]},  # `datasets` has these
+  ],
+)
+def test_forms_of_supporting_facts(tmp_path, facts, form):
+  row = HOTPOT | {'supporting_facts': form(facts)}
+  for layout in ('hotpotqa', '2wiki'):
+    (q,) = jsonl.load(write(tmp_path / 'x.jsonl', row), layout=layout)
+    assert q.meta['supporting_titles'] == ['T', 'U']
+
+
+def test_paragraphs_that_a_table_wrote_as_text(tmp_path):
+  row = MUSIQUE | {'paragraphs': json.dumps(MUSIQUE['paragraphs'])}
+  (q,) = jsonl.load(write(tmp_path / 'x.jsonl', row), layout='musique')
+  assert q.meta['supporting_titles'] == ['T']
+
+
+@pytest.mark.parametrize(
+  'layout, field, value',
+  [
+    *(
+      ('hotpotqa', 'supporting_facts', value)
+      for value in (5, 'T', ['T'], [['T']], '[["T", 0]', {'sent_id': [0]})
+    ),
+    *(
+      ('musique', 'paragraphs', value)
+      for value in (5, 'T', ['T'], [{'is_supporting': True}], {'title': ['T']})
+    ),
+  ],
+)
+def test_supporting_texts_of_another_form_are_named(
+  tmp_path, layout, field, value
+):
+  row = {'hotpotqa': HOTPOT, 'musique': MUSIQUE}[layout] | {field: value}
+  name = field.removesuffix('s')  # also of one of them
+  with pytest.raises(DataError, match=rf'x\.jsonl:1: .*{name}'):
+    jsonl.load(write(tmp_path / 'x.jsonl', row), layout=layout)
 
 
 @pytest.mark.skipif(shared_data() is None, reason='no real data at hand')

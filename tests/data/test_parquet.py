@@ -133,6 +133,22 @@ def test_golden_answers_where_there_is_no_reward_model(tmp_path):
   assert (q.id, q.answers, q.source) == ('a', ('x', 'y'), '')
 
 
+def test_golden_answers_that_are_objects_name_the_row(tmp_path):
+  rows = [{'id': 'a', 'question': 'q', 'golden_answers': [{'answer': 'x'}]}]
+  with pytest.raises(DataError, match=r'train\.parquet row 0: .*answers'):
+    parquet.load(write(tmp_path, rows), prompt='template')
+
+
+@pytest.mark.parametrize('form', [lambda metadata: metadata, json.dumps, str])
+def test_hops_of_metadata_that_is_an_object_or_its_text(tmp_path, form):
+  facts = {'title': ['T', 'U'], 'sent_id': [0, 1]}
+  metadata = {'type': 'bridge_comparison', 'supporting_facts': facts}
+  path = write(tmp_path, [merged(0, metadata=form(metadata))])
+  for prompt in ('template', 'as_is'):
+    (q,) = parquet.load(path, prompt=prompt)
+    assert (q.hops, q.meta) == (4, {'split': 'train'})
+
+
 @pytest.mark.parametrize(
   'prompt',
   [

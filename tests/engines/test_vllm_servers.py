@@ -12,6 +12,7 @@ from searchrl_jax.engines.core import (
   SyncError,
   WeightsUpdate,
 )
+from searchrl_jax.engines.vllm.servers import Handle
 from tests.clock import until
 from tests.engines.common import make_params
 from tests.engines.contract import once
@@ -104,6 +105,38 @@ def test_those_that_wait_for_a_dead_server_go_to_another(fakes, tmp_path):
     check((1, 2, i), done)
   assert fakes[1].most_running == 2
   assert engine.stats()['retries'] == 2  # of those that were under way
+
+
+def test_a_server_that_is_gone_ends_no_call_of_another(tmp_path):
+  urls = ('http://127.0.0.1:1', 'http://127.0.0.1:2')
+  engine = make([types.SimpleNamespace(url=url) for url in urls], tmp_path)
+  lost, late = engine._servers
+
+  async def main():
+    back = asyncio.Event()
+
+    async def fails():
+      raise EngineError(f'{lost.url} is gone')
+
+    async def recovers():
+      await back.wait()
+      late.ready = True
+
+    engine._enter()
+    lost.prepare, late.prepare = fails, recovers
+    choose = lambda: engine._choose(Handle([1]), None, False)
+    call = asyncio.create_task(choose())
+    await until(lambda: lost._recovery and lost._recovery.done())
+    await asyncio.sleep(0.01)
+    assert not call.done()
+    back.set()
+    assert await call is late
+    late.ready, late._recovery, late.prepare = False, None, fails
+    with pytest.raises(EngineError, match=lost.url):  # none is left
+      await choose()
+    await engine.shutdown()
+
+  asyncio.run(main())
 
 
 # --- Another client.

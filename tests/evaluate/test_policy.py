@@ -179,6 +179,20 @@ def test_a_manifest_fixes_the_questions(done, url, tmp_path):
   assert lookup.differences(read(folder, 'manifest.json'), same) == {}
 
 
+def test_who_wrote_a_manifest_decides_nothing(done, url, tmp_path):
+  manifest = read(done[0], 'manifest.json')
+
+  def about(**changed):
+    path = tmp_path / 'manifest.json'
+    path.write_text(json.dumps(manifest | changed))
+    return evaluate.asked(config(url), '', manifest=str(path)).about
+
+  judge = {'url': 'http://127.0.0.1:9', 'model': ''}
+  there = dict(commit='another', checkpoint='elsewhere', judge=judge)
+  assert about() == about(**there)
+  assert about()['--manifest'] != about(corpus=None)['--manifest']
+
+
 def test_another_corpus_than_the_manifests_is_refused(done, url, tmp_path):
   folder, _ = done
   manifest = read(folder, 'manifest.json')

@@ -61,6 +61,19 @@ def test_searches_are_real_unless_told_otherwise(runs):
   assert versus.config_for(runs[1], asked, True).env.real_searches == 0
 
 
+def test_a_run_brings_no_dials_and_no_servers_of_its_own(runs, tmp_path):
+  config = json.loads(open(f'{runs[0]}/config.json').read())
+  config['judge']['url'] = config['engine']['url'] = 'http://127.0.0.1:9'
+  config['source']['dials'] = {'empty': 0.5}
+  (tmp_path / 'config.json').write_text(json.dumps(config))
+  asked = versus.build.load_config(runs[0])
+  for dials in {}, {'rank': 0.25}:
+    asked.source.dials = dials
+    found = versus.config_for(str(tmp_path), asked, False)
+    assert found.source.dials.to_dict() == dials
+    assert found.judge.url == found.engine.url == ''
+
+
 def test_questions_without_a_corpus_are_answered_without_searches(runs):
   asked = versus.build.load_config(runs[0])
   asked.source.module = 'none'

@@ -456,9 +456,12 @@ def test_a_judge_that_is_absent_is_found_at_the_start(url, tmp_path):
     dict(sampler='tests.samplers.best', group=2, attempts=2),
   ],
 )
-def test_the_sampler_is_the_solvers(url, tmp_path, fields):
+def test_the_sampler_is_the_solvers(url, tmp_path, monkeypatch, fields):
   """Proposals are chains; the solver's sampler may ask for rewards."""
-  c = tiny(url)
+  c, checked = tiny(url), []
+  # A reward may refuse the step, and not what a sampler asks of it.
+  check = lambda groups, *_: checked.append(len(groups))
+  monkeypatch.setattr(ssp_engine.chance, 'check_step', check, raising=False)
   c.rollout.update(fields)
   c.train.steps = 1
   train.train(c, str(tmp_path))
@@ -470,6 +473,6 @@ def test_the_sampler_is_the_solvers(url, tmp_path, fields):
   }
   assert len(kept['proposer']) >= 4
   assert not any('path' in r.trajectory.meta for r in kept['proposer'])
-  assert len(kept['solver']) == 4 * fields['group']
+  assert len(kept['solver']) == 4 * fields['group'] and checked == [4]
   trees = fields['sampler'] == 'tree'
   assert all(('path' in r.trajectory.meta) == trees for r in kept['solver'])

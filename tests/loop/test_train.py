@@ -19,7 +19,7 @@ from experiments.ssp import train as selfplay
 from retrieval import devices
 from searchrl_jax import checks, sft, train
 from searchrl_jax.data.checks import DataError
-from searchrl_jax.devices import signals
+from searchrl_jax.devices import cluster, signals
 from searchrl_jax.engines.core import SyncError
 from searchrl_jax.evaluate import policy as evaluate
 from searchrl_jax.learn import objectives, update
@@ -39,10 +39,11 @@ from tests import tiny
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures('programs')]
 
 
-def params_of(config, workdir):
+def params_of(config, workdir, which='latest'):
   tok = build.tokenizer(config, str(workdir))
   cfg = parameters.model_config(config, tok.vocab_size)
-  found = parameters.restore(config, str(workdir), cfg, build.mesh(config))
+  mesh = build.mesh(config)
+  found = parameters.restore(config, str(workdir), cfg, mesh, which)
   return jax.tree.map(np.asarray, found)
 
 
@@ -525,6 +526,29 @@ def test_evaluation_repeats_itself(whole, tmp_path):
   assert ids('a') == ids('b')
   last = lines(folder / 'metrics.jsonl')[-1]
   assert first['eval/tokens'] == last['eval/tokens']
+
+
+def test_processes_take_the_checkpoint_that_the_first_finds(whole, monkeypatch):
+  """Of a run that goes on, each might find another one to be the latest."""
+  config, folder, params = whole
+  saver = checkpoint.of_run(config, str(folder))
+  *_, before, latest = saver.steps()
+  older = params_of(config, folder, before)
+  digests = [parameters.digest(str(folder), n) for n in (before, latest)]
+
+  def first(what, work):
+    found = work()
+    return before if found == latest else found
+
+  monkeypatch.setattr(cluster, 'first', first)
+  about = evaluate.asked(config, str(folder)).about
+  assert about['--checkpoint'] == before
+  assert about['weights'] == digests[0] != digests[1]
+  found = jax.tree.leaves(params_of(config, folder))
+  for a, b in zip(jax.tree.leaves(older), found, strict=True):
+    np.testing.assert_array_equal(a, b)
+  pairs = zip(jax.tree.leaves(params), found, strict=True)
+  assert any((a != b).any() for a, b in pairs)
 
 
 @pytest.mark.parametrize(

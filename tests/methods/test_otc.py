@@ -7,6 +7,7 @@ import pytest
 from configs.methods import otc
 from searchrl_jax import checks
 from searchrl_jax.data.checks import DataError
+from searchrl_jax.rewards import core
 from searchrl_jax.rewards.core import RewardError
 from searchrl_jax.types import Question
 from tests.methods.played import after, attempt, earned, says, search
@@ -86,6 +87,15 @@ def test_the_oracle_compares_with_what_is_needed():
   assert found == pytest.approx(0.86603, abs=1e-5)
   with pytest.raises(DataError, match=r"meta\['recalled'\].*reward.otc"):
     earned(otc, 'credit=oracle', after(1))
+
+
+def test_a_single_greedy_answer_has_no_group_to_compare_with():
+  c = otc.get_config()
+  c.algorithm.advantage = 'remax'
+  with pytest.raises(RewardError, match='config.algorithm.advantage'):
+    core.check(c)
+  c.reward.otc.form = 'ppo'
+  core.check(c)
 
 
 def test_what_is_refused():

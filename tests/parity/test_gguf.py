@@ -215,6 +215,7 @@ def test_a_file_is_a_model_path(tmp_path, monkeypatch, capsys):
       'Llama 3.1',
     ),
     ([('add_tensor', 'x.weight', np.ones(4, np.float32))], r"\['x.weight'\]"),
+    ([('add_uint16', 'split.count', 3)], r'm\.gguf: .*3 parts'),
   ],
 )
 def test_what_is_not_supported_is_named(tmp_path, change, named):

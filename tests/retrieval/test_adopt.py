@@ -134,6 +134,16 @@ def test_faiss_index(source, right, tmp_path, capsys, factory, name):
       assert index.parameters[option] == used
 
 
+def test_an_index_of_this_folder_keeps_its_lists(source, tmp_path):
+  build(tmp_path / 'x', corpus=source, index=['dense_faiss:IVF8,Flat'])
+  there = tmp_path / 'x/faiss'
+  before = {path.name: path.read_bytes() for path in there.iterdir()}
+  assert len(before) == 2  # the lists are a file of their own
+  take(tmp_path, source, there / 'IVF8_Flat.index')
+  after = {path.name: path.read_bytes() for path in there.iterdir()}
+  assert after == before
+
+
 def test_lossy_index_gives_no_vectors(source, right, tmp_path):
   path = write_faiss(tmp_path / 'pq.index', right, 'IVF4,PQ16x4')
   take(tmp_path, source, path)

@@ -352,13 +352,23 @@ def test_forms_of_other_servers(item, name, found):
     {'result': [[hit(document={'id': '1', 'contents': 'x', 'title': ['T']})]]},
     {'result': [[hit(score=float('nan'))]]},
     {'result': [[hit(score=float('inf'))]]},
-    {'result': [[hit()] * 4]},  # topk was 3
   ],
 )
 def test_garbage_is_a_bad_response_and_not_asked_again(answer):
   with Faults(reply(answer)) as faults:
     assert failure(faults.url).kind == 'bad_response'
     assert len(faults.requests) == 1
+
+
+def test_more_passages_than_asked_for_are_cut():
+  """By servers that do not read `topk`."""
+  many = [titled(id=i, contents=f'x{i}') for i in range(5)]
+  with Faults(reply({'result': [many, many[:1]]})) as faults:
+    found = ask(faults.url, ['a', 'b'])
+  assert [[h.text for h in row] for row in found] == [
+    ['x0', 'x1', 'x2'],
+    ['x0'],
+  ]
 
 
 def test_a_title_beside_the_contents_is_kept():

@@ -19,7 +19,7 @@ from retrieval.web.budget import Budget
 from retrieval.web.cache import Recorded
 from retrieval.web.fetch import Fetcher
 from retrieval.web.providers import PROVIDERS, sendable
-from retrieval.web.searcher import WebSearcher, cut
+from retrieval.web.searcher import WebSearcher, _digest, cut
 from tests.conftest import ROOT
 from tests.retrieval.test_fetch import HOME, Site, redirect, reply
 
@@ -441,8 +441,9 @@ def test_rows_without_url_are_left_out_and_urls_come_once():
 def test_the_answer_box_comes_first(provider, name, box, url, text):
   with Api((200, {**ANSWERS[provider], name: box})) as api:
     found = ask(api, provider=provider)
-  url = url or f'{provider}:answer_box'
-  assert found[0] == Found(url, f'"T"\n{text}', 1.0)
+  contents = f'"T"\n{text}'
+  url = url or f'{provider}:answer_box:{_digest(contents)}'
+  assert found[0] == Found(url, contents, 1.0)
   assert len({f.id for f in found}) == len(found) == 2 + (url != URLS[0])
 
 
@@ -936,7 +937,9 @@ def test_an_answer_without_page_is_not_fetched():
   with Site({'/a': reply(ARTICLE.encode())}) as site:
     with Api(pages(site, '/a', answerBox={'answer': '42'})) as api:
       (found,), counts = searching(api, ['zebra'], **paging(site))
-  assert found[0] == Found('serper:answer_box', '""\n42', 1.0)
+  contents = '""\n42'
+  url = f'serper:answer_box:{_digest(contents)}'
+  assert found[0] == Found(url, contents, 1.0)
   assert counts['pages'] == 1
 
 

@@ -23,10 +23,9 @@ def trajectory(*segments, end='answer', answers=('x',), id='q', sample=0):
   return Trajectory(question, segments, (), end, sample=sample)
 
 
-def combine(config, groups):
-  return asyncio.run(
-    core.combine(ConfigDict(config), groups, core.RewardContext(step=3))
-  )
+def combine(config, groups, **kw):
+  context = core.RewardContext(step=3)
+  return asyncio.run(core.combine(ConfigDict(config), groups, context, **kw))
 
 
 def fn(name, weight=1.0, **fields):
@@ -228,9 +227,12 @@ def test_a_reward_that_needs_the_step_is_called_once():
 
 def test_a_reward_may_refuse_a_step():
   of_parts({'a': fn('checked')}, GROUPS)
+  more = [*GROUPS, (trajectory(id='t'),)]
   for rewarded in (combine, of_parts):
     with pytest.raises(ZeroDivisionError):
-      rewarded({'a': fn('checked')}, [*GROUPS, (trajectory(id='t'),)])
+      rewarded({'a': fn('checked')}, more)
+  # Between the rounds of a sampler there is no whole step.
+  assert combine({'a': fn('checked')}, more, whole=False).valid.sum() == 3
 
 
 def test_rewards_of_two_rounds_join():

@@ -252,6 +252,31 @@ def test_equal_answers_are_judged_once_and_failures_again():
   assert not replies and len(chats.asked) == 3
 
 
+def test_a_verdict_that_another_call_drops_meanwhile_is_returned(monkeypatch):
+  monkeypatch.setattr(judge, 'KEPT', 1)
+  one = judge.Judge(config('http://127.0.0.1:9'))
+  items = {answer: ('q', ('a',), answer) for answer in ('old', 'late', 'new')}
+
+  async def main():
+    dropped = asyncio.Event()
+
+    async def ask(item):
+      if item == items['late']:
+        await dropped.wait()
+      return True
+
+    monkeypatch.setattr(one, '_ask', ask)
+    await one.verdicts([items['old']])
+    call = asyncio.create_task(one.verdicts([items['old'], items['late']]))
+    await asyncio.sleep(0)  # it begins
+    await one.verdicts([items['new']])
+    assert [*one._cache] == [items['new']]
+    dropped.set()
+    return await call
+
+  assert asyncio.run(main()) == [True, True]
+
+
 def test_an_outage_stops_past_the_fraction():
   with chat_server.serve(by_answer(a=500, b=verdict('correct'))) as chats:
     groups = [(one('a'), one('b'))]

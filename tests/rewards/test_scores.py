@@ -38,10 +38,14 @@ def test_normalise_golden(text, normal):
 FORMS = 'NFC', 'NFD', 'NFKC', 'NFKD'
 
 
-@given(
-  st.text(st.characters(max_codepoint=127)),
-  st.text(st.characters(max_codepoint=0xFF00)),  # no full-width forms
+# No full-width forms, nor punctuation of other scripts (two brackets become
+# such in NFC).
+ALIKE = st.characters(
+  max_codepoint=0xFF00, exclude_characters=f'{metrics._IDEOGRAPHIC}\u2329\u232a'
 )
+
+
+@given(st.text(st.characters(max_codepoint=127)), st.text(ALIKE))
 def test_normalise_is_squads(ascii_text, text):
   assert metrics.normalise(ascii_text) == squad_normalise(ascii_text)
   one_form = unicodedata.normalize('NFC', text)
@@ -67,6 +71,33 @@ def test_scores_compare_both_sides_in_one_form(gold, form):
     one, other = equivalence.keys(pair, equivalence.TEXT)
     assert one == other is not None
   assert not metrics.exact_match('Beyonce', ['Beyoncé'])
+
+
+@pytest.mark.parametrize(
+  'text, gold',
+  [
+    ('中国的首都是北京市。', '北京'),
+    ('夏目漱石は東京で生まれた', '東京'),
+    ('서울은 대한민국의 수도이다', '서울'),
+    ('he said no', 'no'),
+  ],
+)
+def test_words_are_found_in_scripts_without_spaces_too(text, gold):
+  assert metrics.states(text, ['', gold]) and metrics.f1(text, [gold]) > 0
+  assert not metrics.exact_match(text, [gold])
+
+
+def test_scores_of_scripts_without_spaces():
+  # Of letters: 2 common ones of 3 and 2.
+  assert metrics.f1('北京市', ['北京']) == 0.8
+  assert metrics.f1('北京', ['東京']) == 0.5
+  assert metrics.exact_match('北京。', ['北京']) == 1
+  assert metrics.exact_match('「東京」', ['東京']) == 1
+  assert not metrics.states('京北', ['北京'])
+  # Words with spaces are compared as before.
+  assert not metrics.states('known', ['no'])
+  assert not metrics.states('the known', ['', 'the', '!'])
+  assert metrics.f1('known', ['no']) == 0
 
 
 @pytest.mark.parametrize('gold, other', [('10⁵', '105'), ('1½', '11⁄2')])

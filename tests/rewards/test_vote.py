@@ -253,6 +253,17 @@ def test_what_cannot_be_is_found_at_the_start(fields, says):
   core.check(c, [Question('q', 'who?')])  # no golds needed
 
 
+def test_a_single_greedy_answer_has_no_majority():
+  c = schema.base()
+  c.rollout.group = 4
+  term = dict(votes=4, train=2, match='text', max_abstained=0.5)
+  c.reward.v = ConfigDict(dict(fn='vote.majority', weight=1.0) | term)
+  core.check(c)
+  c.algorithm.advantage = 'remax'
+  with pytest.raises(core.RewardError, match='config.algorithm.advantage'):
+    core.check(c)
+
+
 def test_aliases_of_the_golden_answer_are_votes_of_their_own():
   """FlashRAG's metadata may hold them under such names."""
   found = voted(

@@ -6,7 +6,8 @@ import types
 import pytest
 
 from searchrl_jax.devices import sharding
-from searchrl_jax.run import services
+from searchrl_jax.lookup import ConfigError
+from searchrl_jax.run import services, session
 from searchrl_jax.sources.core import SourceError
 from tests import tiny
 from tests.conftest import ROOT
@@ -89,6 +90,23 @@ def test_an_engine_without_weights_gets_them_verified(
     assert opener.open_engine(None, canary, params) is server
     assert opener.engines == [server]
   assert verified == [(server, params, 0, canary)] * loaded
+
+
+def test_only_training_is_refused_for_rollouts_ahead(tmp_path, monkeypatch):
+  config = tiny.config('http://127.0.0.1:9')
+  config.rollout.max_staleness = 1
+  two, made = sharding.make_mesh(data=2), Service('engine', [])
+  module = types.SimpleNamespace(make=lambda *_: made)
+  monkeypatch.setattr(services.engines, 'module', lambda _: module)
+  with services.opened(config, str(tmp_path), CFG, two) as opener:
+    assert opener.open_engine(None, None, {}) is made  # an evaluation's
+  run = object.__new__(session.Session)
+  run.config, run.mesh = config, two
+  with pytest.raises(ConfigError, match='config.rollout.max_staleness'):
+    run.open_engine(None, None)
+  services.check_ahead(config, sharding.make_mesh(data=1))
+  config.engine.module = 'vllm'
+  services.check_ahead(config, two)
 
 
 def test_one_module_opens_services():

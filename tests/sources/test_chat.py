@@ -99,10 +99,54 @@ def test_no_reply_is_an_error_of_its_kind():
     ('http://[::]', 'http://[::1]/v1'),
     ('http://h/xv1', 'http://h/xv1/v1'),
     ('http://v1', 'http://v1/v1'),
+    # Another version, or what several hosts have in its place.
+    ('http://h/api/v4/', 'http://h/api/v4'),
+    ('http://h/v4/chat/completions', 'http://h/v4'),
+    ('http://h/v1beta/openai', 'http://h/v1beta/openai'),
+    ('http://h/v1beta/openai/chat/completions', 'http://h/v1beta/openai'),
+    ('http://h/openai/v1', 'http://h/openai/v1'),
   ],
 )
 def test_addresses_that_mean_the_server(given, asked):
   assert Chat(config(given)).url == asked
+
+
+@pytest.mark.parametrize(
+  'option, said, instead',
+  [
+    ('response_format', "'response_format' is not supported", set()),
+    ('response_format', 'type json_schema is unknown', set()),
+    (
+      'max_tokens',
+      "'max_tokens' is not supported. Use 'max_completion_tokens' instead.",
+      {'max_completion_tokens'},
+    ),
+    ('temperature', "'temperature' does not support 0.5", set()),
+  ],
+)
+def test_an_option_that_a_server_does_not_take_is_left_out(
+  option, said, instead
+):
+  def script(body):
+    return (400, said) if option in body else 'well'
+
+  with chat_server.serve(script) as chats:
+    chat = Chat(config(chats.url))
+    for _ in range(2):
+      assert asyncio.run(reply(chat, schema={'type': 'object'})) == 'well'
+  refused, again, later = chats.asked
+  assert again.keys() == later.keys() == refused.keys() - {option} | instead
+  assert all(again[name] == refused[option] for name in instead)
+
+
+def test_a_server_that_refuses_without_an_option_too_is_asked_twice():
+  with chat_server.serve(lambda body: (400, 'no json_schema')) as chats:
+    chat = Chat(config(chats.url))
+    with pytest.raises(ChatError, match='json_schema') as error:
+      asyncio.run(reply(chat, schema={'type': 'object'}))
+  assert error.value.kind == 'unusable'
+  first, second = chats.asked
+  assert first.keys() - second.keys() == {'response_format'}
 
 
 def test_a_proxy_is_named(monkeypatch):

@@ -374,6 +374,18 @@ def test_what_a_message_says_to_change_may_be_changed(field, value, tmp_path):
     w.write(1, {'loss': 1.0})
 
 
+@pytest.mark.parametrize('field', ['judge.model', 'source.simulator.model'])
+def test_a_model_that_has_a_name_keeps_it(field, tmp_path):
+  one, other = config(), config()
+  one.update_from_flattened_dict({field: 'a'})
+  other.update_from_flattened_dict({field: 'b'})
+  with open_writer(tmp_path, one) as w:
+    w.write(0, {'loss': 1.0})
+  for changed in other, config():
+    with pytest.raises(RunError, match=f'config.{field}'):
+      open_writer(tmp_path, changed, step=1)
+
+
 def test_files_of_before_the_first_step_go_with_those_of_the_first(tmp_path):
   for step in (-1, 0, 1):
     path = records.step_file(tmp_path / 'eval', step, 'p002')
@@ -396,10 +408,10 @@ def test_a_run_of_an_earlier_version_goes_on(tmp_path):
   with open_writer(tmp_path, step=1) as w:
     w.write(1, {'loss': 1.0})
   other = config()
-  del before['judge']
+  del before['judge'], before['rollout']['refill']
   records.write_json(tmp_path / 'config.json', before)
-  other.judge.max_tokens += 1
-  with pytest.raises(RunError, match='config.judge.max_tokens .*32'):
+  other.rollout.refill += 1
+  with pytest.raises(RunError, match='config.rollout.refill .*0'):
     open_writer(tmp_path, other, step=2)
 
 

@@ -75,6 +75,22 @@ def test_a_sweep_killed_in_a_warm_start_goes_on_and_an_arm_fails(tmp_path):
   assert len(lines(tmp_path / 'arms/kl/0/run/metrics.jsonl')) == 1 + 5
 
 
+def test_a_stage_of_another_config_is_refused_before_any_runs(
+  tmp_path, monkeypatch
+):
+  begun = []
+  monkeypatch.setattr(sweep, 'run', lambda *_, **__: begun.append(1))
+  stage = 'arms/base/0'
+  tiny_sweep.complete(tiny_sweep.get_sweep(), tmp_path, stage, 0.25, 0.5)
+  path = tmp_path / stage / 'done.json'
+  about = json.loads(path.read_text())
+  about['config']['optim']['lr'] = 2.0
+  records.write_json(path, about)
+  done = command(tmp_path)
+  assert done.returncode == 2 and not begun
+  assert 'optim.lr' in done.stderr and stage in done.stderr
+
+
 def test_what_needs_a_failed_warm_start_fails_with_its_name(
   tmp_path, monkeypatch
 ):

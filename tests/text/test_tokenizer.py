@@ -19,6 +19,11 @@ CONTROL = (
 )
 
 
+SENTENCEPIECE = decoders.Sequence(
+  [decoders.Replace('▁', ' '), decoders.ByteFallback(), decoders.Fuse()]
+)
+
+
 @pytest.fixture(params=scripted.NAMES)
 def tok(request):
   return scripted.tokenizer(request.param)
@@ -98,6 +103,64 @@ def test_identity_of_real_tokenizers():
   assert stories.bos_id == 1
   assert stories.token_bytes(13) == b'\n'  # <0x0A>
   assert stories.token_bytes(265) == b' the'
+
+
+def test_a_control_token_behind_the_vocabulary_needs_no_row(tmp_path):
+  from searchrl_jax.models import parameters
+  from tests import tiny
+
+  entries = scripted.tokenizer('bpe').vocab_size
+  # Gemma 3 1B has as many rows as there are entries without this one.
+  tok = scripted.altered(tmp_path, special=['<image_soft_token>'])
+  (soft,) = tok.encode_template('<image_soft_token>')
+  assert soft == tok.vocab_size == entries and tok.token_bytes(soft) == b''
+  c = tiny.config()
+  c.model.path = str(tmp_path)
+  arch = c.model.arch.to_dict()
+  path = tmp_path / 'config.json'
+  path.write_text(json.dumps(arch | {'vocab_size': entries}))
+  assert parameters.model_config(c, tok.vocab_size).vocab_size == entries
+  path.write_text(json.dumps(arch | {'vocab_size': entries - 1}))
+  with pytest.raises(ValueError, match='config.model.tokenizer'):
+    parameters.model_config(c, tok.vocab_size)
+
+
+@pytest.mark.parametrize('end', ['<|im_end|>', '<end_of_turn>'])
+def test_a_token_that_ends_a_turn_needs_its_row(tmp_path, end):
+  entries = scripted.tokenizer('bpe').vocab_size
+  tok = scripted.altered(tmp_path, special=['<image_soft_token>', end])
+  assert tok.eos_ids == (1, entries + 1)
+  assert tok.vocab_size == entries + 2
+
+
+def test_an_end_of_turn_that_is_not_special_is_text(tmp_path):
+  scripted.tokenizer('bpe').save(tmp_path)
+  hf = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
+  hf.add_tokens(['<end_of_turn>'])
+  hf.save_pretrained(tmp_path)
+  tok = tokenizing.load(tmp_path)
+  assert tok.eos_ids == (1,)
+  assert tok.token_bytes(tok.vocab_size - 1) == b'<end_of_turn>'
+
+
+@pytest.mark.parametrize(
+  'decoder, text, want',
+  [
+    (SENTENCEPIECE, '▁▁', b'  '),  # Gemma 3's spaces
+    (SENTENCEPIECE, '<0x41>', b'<0x41>'),
+    (decoders.Metaspace(), '▁▁', b'  '),
+    (decoders.ByteLevel(), 'ĠĠ', 'ĠĠ'.encode()),
+  ],
+)
+def test_an_added_token_is_decoded_as_text(tmp_path, decoder, text, want):
+  backend = tokenizers.Tokenizer(models.WordLevel({'a': 0, '</s>': 1}, 'a'))
+  backend.decoder = decoder
+  backend.add_tokens([text])
+  transformers.PreTrainedTokenizerFast(
+    tokenizer_object=backend, eos_token='</s>'
+  ).save_pretrained(tmp_path)
+  tok = tokenizing.load(tmp_path)
+  assert tok.encode_template(text) == [2] and tok.token_bytes(2) == want
 
 
 def test_a_checkpoint_without_a_tokenizer_is_refused(tmp_path):
@@ -214,6 +277,16 @@ def test_chat():
   tok = scripted.tokenizer('qwen_tokenizer')
   text = tok.chat([{'role': 'user', 'content': 'hi'}])
   assert text.endswith('<|im_start|>assistant\n') and 'hi<|im_end|>' in text
+
+
+def test_a_chat_template_that_shows_the_day(tmp_path):
+  """Not today's, or a run would go on with other prompts tomorrow."""
+  pytest.importorskip('jinja2', reason='chat templates need jinja2')
+  scripted.tokenizer('bpe').save(tmp_path)
+  text = "{{ strftime_now('%d %b %Y') }}"
+  (tmp_path / 'chat_template.jinja').write_text(text)
+  tok = tokenizing.load(tmp_path)
+  assert tok.chat([{'role': 'user', 'content': 'hi'}]) == '26 Jul 2024'
 
 
 def test_a_chat_template_that_refuses(tmp_path):

@@ -336,7 +336,8 @@ class VllmEngine(core.Engine):
         if handle.home not in ready:
           handle.move(min(ready, key=lambda s: (s.calls, s.handles)))
         return handle.home
-      # One whose recovery failed is given up while another may recover.
+      # One whose recovery failed ends no call while another serves or recovers;
+      # the next sync raises its error.
       waiting = [task for task in lost if not task.done()]
       if waiting:
         await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)

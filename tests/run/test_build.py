@@ -1,0 +1,22 @@
+"""What a config names, where it names something else."""
+
+import pytest
+
+from searchrl_jax import schema
+from searchrl_jax.lookup import ConfigError
+from searchrl_jax.run import build
+
+
+def test_a_folder_without_a_model_is_named(tmp_path):
+  model = tmp_path / 'adapter'
+  model.mkdir()
+  (model / 'adapter_config.json').write_text('{}')
+  config = schema.base()
+  config.model.path = str(model)
+  named = f"config.model.path='{model}'"
+  with pytest.raises(ConfigError, match=named) as error:
+    build.tokenizer(config, str(tmp_path / 'run'))
+  for words in 'config.model.lora.path', str(model / 'config.json'):
+    assert words in str(error.value)
+  for words in 'written', 'disk':
+    assert words not in str(error.value)
