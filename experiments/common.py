@@ -88,6 +88,8 @@ def stored(checkpoint: pathlib.Path) -> dict[str, Any]:
       store = {'driver': 'file', 'path': str(leaf)}
       spec = {'driver': 'zarr', 'kvstore': store}
       found[leaf.name] = ts.open(spec).result().read().result()
+  if not found:
+    raise ValueError(f'{checkpoint}: no array in the layout of Orbax')
   return found
 
 

@@ -126,8 +126,8 @@ def model(have) -> str:
   named = parameters.names_shape(have.config)
   if not (named or have.tok):
     raise Skipped('it needs tokenizer')
-  vocab_size = have.tok.vocab_size if have.tok else 1  # a shape has its own
-  have.cfg = parameters.model_config(have.config, vocab_size)
+  sizes = have.tok and (have.tok.vocab_size, have.tok.needed)
+  have.cfg = parameters.model_config(have.config, *(sizes or (1,)))
   have.opener.cfg = have.cfg
   return f'{have.cfg.n_params:,} parameters'
 

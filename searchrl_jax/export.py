@@ -81,7 +81,7 @@ def export(
   """
   config = build.load_config(workdir)
   tok = build.tokenizer(config, workdir)
-  cfg = parameters.model_config(config, tok.vocab_size)
+  cfg = parameters.model_config(config, tok.vocab_size, tok.needed)
   # Of a run that goes on, 'latest' may change meanwhile.
   step = checkpoint.of_run(config, workdir).resolve(which)
   mesh = build.any_mesh(config)
@@ -153,9 +153,10 @@ def model_card(config, workdir: str, step: int, adapter: bool) -> str:
     values = []  # its searches were told the golden answers
   for path in sorted(folder.glob('*/eval.json')):
     found = json.loads(path.read_text())
+    if found.get('checkpoint') != step:
+      continue
     about = files.read_manifest(path.with_name(files.MANIFEST))
-    real = about.get('source') != simulated.SIMULATED
-    if found.get('checkpoint') == step and real:
+    if about.get('source') != simulated.SIMULATED:
       values.append((path.parent.name, step, about['sets'], found))
   figures = [
     f'| {name} | {", ".join(asked)} | {at} | {v["eval/em"]:.3f} | '

@@ -288,7 +288,7 @@ def _sft(config, workdir: str) -> dict[str, float]:
   cluster.require_agreement(functools.partial(dict, traces=traces))
 
   mesh = build.mesh(config)
-  cfg = parameters.model_config(config, tok.vocab_size)
+  cfg = parameters.model_config(config, tok.vocab_size, tok.needed)
   supervised = own_optim(config, c), c.steps
   learner = Learner(config, cfg, mesh, supervised=supervised)
   lengths = np.array([len(t) for t in trajectories])

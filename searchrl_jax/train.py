@@ -59,7 +59,7 @@ def _train(config, workdir: str) -> dict[str, float]:
 
   # Policy, reference and critic; the last checkpoint, or the start.
   mesh = build.mesh(config)
-  cfg = parameters.model_config(config, tok.vocab_size)
+  cfg = parameters.model_config(config, tok.vocab_size, tok.needed)
   learner = Learner(config, cfg, mesh)
   rollouts = collector.Collector(config, stream, batching.useful)
   with Session(

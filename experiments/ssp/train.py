@@ -224,7 +224,7 @@ def _train(config, workdir: str) -> dict[str, float]:
 
   # One set of weights; the roles that learn, in the order of their updates.
   mesh = build.mesh(config)
-  cfg = parameters.model_config(config, tok.vocab_size)
+  cfg = parameters.model_config(config, tok.vocab_size, tok.needed)
   learning = (SOLVER,) if s.frozen else (PROPOSER, SOLVER)
   roles = {role: game.role_config(config, role) for role in learning}
   learner = Learner(config, cfg, mesh, roles=roles)

@@ -29,8 +29,10 @@ from retrieval.files import UNSPACED, composed, require_one_of
 # Its file of stop words alone: if JAX is installed, importing bm25s runs a
 # computation with it. That takes 1.7 s, opens the accelerator and takes most of
 # its memory from a trainer on the same machine.
-(_BM25S,) = importlib.util.find_spec('bm25s').submodule_search_locations
-_LISTS = runpy.run_path(f'{_BM25S}/stopwords.py')
+_SPEC = importlib.util.find_spec('bm25s')
+if _SPEC is None or not _SPEC.submodule_search_locations:
+  raise ModuleNotFoundError("No module named 'bm25s'", name='bm25s')
+_LISTS = runpy.run_path(f'{_SPEC.submodule_search_locations[0]}/stopwords.py')
 # Words of one character count too: "Henry V", "Vitamin C".
 WORD = re.compile(r'\w+')
 STOP_WORDS = {

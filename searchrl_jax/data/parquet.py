@@ -13,6 +13,7 @@ be written as text (JSON, or Python's form).
 """
 
 from collections.abc import Mapping
+import contextlib
 from typing import Any
 
 import pyarrow as pa
@@ -83,8 +84,10 @@ def load(
 def make(record: Mapping, where: str, row: int, prompt: str) -> Question:
   """Makes the Question of one row."""
   about = record.get('metadata')
-  if isinstance(about, str) and not about.lstrip().startswith('{'):
-    about = None  # free text
+  if isinstance(about, str):
+    with contextlib.suppress(DataError):
+      about = checks.unpacked(about, where)
+    about = about if isinstance(about, dict) else None  # free text
   extra, reward, metadata = (
     mapping(value, f'{where}: {column}')
     for column, value in (

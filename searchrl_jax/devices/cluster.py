@@ -348,7 +348,12 @@ def gather(what: str, work: Callable[[], T]) -> list[T]:
   except Exception as e:
     error, failure = e, (isinstance(e, Stopped), world.rank, str(e) or repr(e))
     world.set('stop', str(world.rank))
-  found = world.exchange(what, (value, failure))
+  try:
+    found = world.exchange(what, (value, failure))
+  except ProcessError as e:
+    if error is not None:  # which has kept this process from the others' call
+      raise error from e
+    raise
   failures = [failure for _, failure in found if failure is not None]
   if not failures:
     return [value for value, _ in found]

@@ -89,7 +89,7 @@ def loaded(config, workdir: str, out: str, which: str = 'latest'):
     'the servers of several nodes (config.engine.url)',
   )
   tok = build.tokenizer(config, workdir or out)
-  cfg = parameters.model_config(config, tok.vocab_size)
+  cfg = parameters.model_config(config, tok.vocab_size, tok.needed)
   mesh = build.mesh(config)
   if config.env.search_when == 'entropy':  # beside the decoder, the scorer
     services.require_alone(config, mesh, "config.env.search_when='entropy'")

@@ -42,7 +42,7 @@ def config_for(workdir: str, on, own_searches: bool):
   config.eval = on.eval
   for name in ('module', 'url', 'corpus', 'dials'):
     config.source[name] = on.source[name]
-  # em and f1 need no judge, and servers of a run have ended with it.
+  # em and f1 need no judge, and named servers may still serve a run.
   config.judge.url = config.engine.url = ''
   if config.source.module == 'none':
     config.env.max_turns = 0

@@ -94,8 +94,11 @@ def names_shape(config: ConfigDict) -> bool:
   return path in families.NAMED and not pathlib.Path(path).is_dir()
 
 
-def model_config(config: ConfigDict, vocab_size: int):
-  """DecoderConfig of config.model; `arch` lacks only the vocabulary."""
+def model_config(config: ConfigDict, vocab_size: int, needed: int = 0):
+  """DecoderConfig of config.model; `arch` lacks only the vocabulary.
+
+  needed: rows that a checkpoint has to have for the tokenizer; 0: all.
+  """
   flags = {name: config.model[name] for name in _COMPUTED}
   flags['lora'] = lora.parse(config.model.lora, config.model.dtype)
   path, where = config.model.path, 'config.model.arch'
@@ -116,8 +119,8 @@ def model_config(config: ConfigDict, vocab_size: int):
       ': the model was not trained on positions that far; lower the first'
     )
   lookup.require(
-    cfg.vocab_size >= vocab_size,
-    f'the tokenizer has {vocab_size} entries and the model '
+    cfg.vocab_size >= (needed or vocab_size),
+    f'the tokenizer has {needed or vocab_size} entries and the model '
     f'{cfg.vocab_size}: config.model.tokenizer does not belong to the model',
   )
   return cfg

@@ -280,7 +280,7 @@ def _simulator(config, policy, tok, mesh, workdir: str):
   theirs.engine.update({'url': ''} | fields.engine.to_dict())
   require_alone(theirs, mesh, f'config.source.simulator.path={path!r}')
   tok = build.tokenizer(theirs, folder)
-  cfg = parameters.model_config(theirs, tok.vocab_size)
+  cfg = parameters.model_config(theirs, tok.vocab_size, tok.needed)
   params = parameters.initial(theirs, cfg, mesh)
   made = engine(theirs, cfg, params, tok, mesh, folder)
 

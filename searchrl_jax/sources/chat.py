@@ -35,7 +35,7 @@ _START = 'searchrl-'  # prefix of the model names of engines/vllm/host.py
 _SPELLING = re.compile('[<|\\[◁＜﹤≮｜［﹇\ud800-\udfff]')
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 # Ends of paths that are complete, and of those that other clients are given.
-_VERSION = re.compile('(?<![:/])/(v\\d\\w*|openai)$')
+_VERSION = re.compile('(?<![:/])/v\\d\\w*(/openai)?$')
 _PATH = re.compile('(?<![:/])/+(v1/*)?((chat/)?completions/*)?$')
 _THOUGHT = re.compile(
   '(?i:[<◁]/?(?:seed:)?(?:think(?:ing)?|thought|reasoning)[>▷])|\\[/?THINK]'

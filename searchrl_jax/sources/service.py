@@ -145,11 +145,8 @@ class ServiceSource:
         answers = await self._ask(rest, k) if rest else {}
         return dict.fromkeys(queries, error) | answers
       single = len(queries) == 1
-      if single and error.kind in _SPLIT and await self._is_healthy(k):
-        # Servers of others answer 500 to a query that they cannot process, and
-        # to any while they have a fault: it is the query if they do it again.
-        if error.kind == 'rejected' or await self._refuses(queries, k):
-          return {queries[0]: ()}
+      if single and error.kind == 'rejected' and await self._is_healthy(k):
+        return {queries[0]: ()}  # the server cannot process this query
       if single or error.kind not in _SPLIT:
         return dict.fromkeys(queries, error)
     half = len(queries) // 2
@@ -164,14 +161,6 @@ class ServiceSource:
       return bool(await self._client.retrieve(['health'], k))
     except RetrievalError:
       return False
-
-  async def _refuses(self, queries: list[str], k: int) -> bool:
-    """Whether the server answers these queries, and not with passages."""
-    try:
-      await self._client.retrieve(queries, k)
-    except RetrievalError as error:
-      return error.kind in _SPLIT
-    return False
 
 
 def make(config: ConfigDict, **_: object) -> ServiceSource:

@@ -78,10 +78,10 @@ class Tokenizer:
 
   Attributes:
     path: the folder or hub name of its files.
-    vocab_size: number of ids, with added tokens, but for control tokens at the
-      end that end no turn: a model may have no rows for them (Gemma 3 1B, and
-      <image_soft_token>). Its embedding may also have more rows (padding);
-      such ids have no bytes.
+    vocab_size: number of ids, with added tokens. A model's embedding may have
+      more rows (padding); such ids have no bytes.
+    needed: the same without control tokens at the end that end no turn, for
+      which a model may have no rows (Gemma 3 1B, and <image_soft_token>).
     eos_ids: ids that end a turn: the tokenizer's first, then those of
       generation_config.json and its special end-of-turn tokens.
     bos_id: None = the tokenizer has none.
@@ -100,6 +100,8 @@ class Tokenizer:
     """
     self.path, self._hf, self._unk = path, hf, hf.unk_token_id
     self._chat = hf.chat_template
+    if isinstance(self._chat, dict):  # several, by name
+      self._chat = self._chat.get('default')
     if isinstance(self._chat, str):
       day = lambda match: repr(_DAY.strftime(match[2]))
       self._chat = _ASKS_DAY.sub(day, self._chat)
@@ -142,8 +144,9 @@ class Tokenizer:
     shown = str(hf.chat_template or '')
     used = {i for i in self.control if self._added[i] in shown}
     unused = self.control - used.union(self.eos_ids, [hf.bos_token_id])
-    while self.vocab_size - 1 in unused:
-      self.vocab_size -= 1
+    self.needed = self.vocab_size
+    while self.needed - 1 in unused:
+      self.needed -= 1
     fix = 'name one in tokenizer_config.json'
     require(self.eos_ids, f'tokenizer {path}: no eos_token; {fix}')
     self.bos_id = hf.bos_token_id

@@ -113,16 +113,17 @@ def test_a_control_token_behind_the_vocabulary_needs_no_row(tmp_path):
   # Gemma 3 1B has as many rows as there are entries without this one.
   tok = scripted.altered(tmp_path, special=['<image_soft_token>'])
   (soft,) = tok.encode_template('<image_soft_token>')
-  assert soft == tok.vocab_size == entries and tok.token_bytes(soft) == b''
+  assert soft == tok.needed == entries and tok.token_bytes(soft) == b''
   c = tiny.config()
   c.model.path = str(tmp_path)
   arch = c.model.arch.to_dict()
   path = tmp_path / 'config.json'
   path.write_text(json.dumps(arch | {'vocab_size': entries}))
-  assert parameters.model_config(c, tok.vocab_size).vocab_size == entries
+  sizes = tok.vocab_size, tok.needed
+  assert parameters.model_config(c, *sizes).vocab_size == entries
   path.write_text(json.dumps(arch | {'vocab_size': entries - 1}))
   with pytest.raises(ValueError, match='config.model.tokenizer'):
-    parameters.model_config(c, tok.vocab_size)
+    parameters.model_config(c, *sizes)
 
 
 @pytest.mark.parametrize('end', ['<|im_end|>', '<end_of_turn>'])
@@ -130,7 +131,7 @@ def test_a_token_that_ends_a_turn_needs_its_row(tmp_path, end):
   entries = scripted.tokenizer('bpe').vocab_size
   tok = scripted.altered(tmp_path, special=['<image_soft_token>', end])
   assert tok.eos_ids == (1, entries + 1)
-  assert tok.vocab_size == entries + 2
+  assert tok.needed == entries + 2
 
 
 def test_an_end_of_turn_that_is_not_special_is_text(tmp_path):
