@@ -59,7 +59,7 @@ def read_texts(path: str) -> Iterator[str]:
   kinds = pathlib.Path(path).suffixes
   if '.jsonl' not in kinds:
     lookup.require(pathlib.Path(path).is_file(), f'{path}: no such file')
-    damaged = ValueError, EOFError, OSError  # of what is packed, too
+    damaged = ValueError, *files.DAMAGED
     with lookup.of(f'{path} is no text in UTF-8, or no JSON', caught=damaged):
       with open(path, 'rb') as raw:
         text = files.unpacked(raw)[1].read().decode('utf-8')

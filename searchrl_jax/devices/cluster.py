@@ -351,7 +351,8 @@ def gather(what: str, work: Callable[[], T]) -> list[T]:
   try:
     found = world.exchange(what, (value, failure))
   except ProcessError as e:
-    if error is not None:  # which has kept this process from the others' call
+    # What has kept this process from the others' call.
+    if error is not None and not isinstance(error, ProcessError):
       raise error from e
     raise
   failures = [failure for _, failure in found if failure is not None]

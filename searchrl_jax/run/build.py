@@ -73,7 +73,7 @@ def contents(
 def require_same_run(config: ConfigDict, questions=()) -> None:
   """Compares config, code and questions of all processes.
 
-  Fields that state where a run runs may differ.
+  Fields that state where a process runs may differ.
 
   Raises:
     ConfigError: names what differs, and on which process.
@@ -84,14 +84,8 @@ def require_same_run(config: ConfigDict, questions=()) -> None:
     content = repr([(q.id, q.text, q.answers) for q in questions])
     digest = hashlib.sha256(content.encode('utf-8', 'replace')).hexdigest()
     data = {'questions': len(questions), 'digest': digest[:16]}
-    fields = writer.computed(config)
-    # A run may go on with others, but its processes have to agree.
-    fields['mesh'] = config.mesh.to_dict()
-    fields['source.servers'] = config.source.servers
-    fields['judge'] = bool(config.judge.url)
-    fields['checkpoint.every'] = config.checkpoint.every
-    fields['checkpoint.background'] = config.checkpoint.background
-    fields['rollout.mismatch_alarm'] = config.rollout.mismatch_alarm
+    fields = writer.shared(config)
+    fields['judge.url'] = bool(config.judge.url)
     return {'config': fields, 'code': versions, 'data': data}
 
   cluster.require_agreement(facts)

@@ -199,7 +199,10 @@ class Chat:
       try:
         return await self._reply(list(messages), max_tokens, sent)
       except ChatError as e:
-        refused = getattr(e.__cause__, 'status_code', None) in (400, 422)
+        cause = e.__cause__
+        refused = getattr(cause, 'status_code', None) in (400, 422)
+        # Its text may name the format whose tokens were too many.
+        refused &= getattr(cause, 'code', None) != 'context_length_exceeded'
         named = (x for pattern, x in _OPTIONS.items() if pattern.search(str(e)))
         old, new = next(named, ('', None))
         if not refused or old not in sent:

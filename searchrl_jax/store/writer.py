@@ -53,10 +53,17 @@ from searchrl_jax.store import (
 )
 from searchrl_jax.types import Group, Rewards
 
+# Fields that may differ between the processes of a run: where each runs, and
+# what it prints.
+_PLACES = (
+  'log', 'source.url', 'source.simulator.url', 'data.dir', 'judge.url',
+  'engine.url', 'engine.venv', 'engine.device', 'engine.gpu_memory',
+  'engine.host_gib', 'engine.kv_cache_gib', 'engine.memory',
+)  # fmt: skip
 # Fields that may change between two starts of a run. They state where it runs,
 # for how long, what stops it and what it prints, never what it computes.
 MAY_DIFFER = (
-  'log', 'source.url', 'source.simulator.url', 'data.dir', 'train.seconds',
+  *_PLACES, 'train.seconds', 'sft.seconds', 'sft.save_every',
   'checkpoint.every', 'checkpoint.keep', 'checkpoint.background',
   'rollout.mismatch_alarm', 'rollout.max_failed', 'judge.max_failed',
   'engine.canary_tolerance',
@@ -64,12 +71,9 @@ MAY_DIFFER = (
   'mesh', 'rollout.concurrency', 'rollout.search_attempts', 'source.servers',
   'source.timeout', 'source.deadline', 'source.attempts', 'source.batch_ms',
   'source.simulator.timeout', 'source.simulator.concurrency',
-  'judge.url', 'judge.timeout', 'judge.attempts', 'judge.concurrency',
-  'judge.max_tokens', 'sft.seconds', 'sft.save_every',
-  # Where the engine's servers run, not what they compute.
-  'engine.url', 'engine.venv', 'engine.device', 'engine.gpu_memory',
-  'engine.host_gib', 'engine.kv_cache_gib', 'engine.start_seconds',
-  'engine.timeout', 'engine.deadline', 'engine.attempts', 'engine.memory',
+  'judge.timeout', 'judge.attempts', 'judge.concurrency', 'judge.max_tokens',
+  'engine.start_seconds', 'engine.timeout', 'engine.deadline',
+  'engine.attempts',
 )  # fmt: skip
 # The model of a server that has several: '' may become a name.
 _MODELS = 'judge.model', 'source.simulator.model'
@@ -391,8 +395,7 @@ class Writer:
         self._require_open_end(field, what, config)
         continue
       records.require(
-        f'{field}.'.startswith(tuple(f'{x}.' for x in MAY_DIFFER))
-        or (field in _MODELS and values[0] == '')
+        may_change(field, values[0])
         or fnmatch.fnmatchcase(field, 'reward.*.max_abstained'),
         f'{self.folder} holds a run of another config: {what}. Use the same '
         'value to continue that run, or choose another --workdir',
@@ -421,10 +424,16 @@ class Writer:
       )
 
 
-def computed(config) -> dict:
-  """The config as JSON without the fields that may differ."""
+def may_change(field: str, old: Any) -> bool:
+  """Whether a field may have another value at the next start of a run."""
+  free = f'{field}.'.startswith(tuple(f'{x}.' for x in MAY_DIFFER))
+  return free or (field in _MODELS and old == '')
+
+
+def shared(config) -> dict:
+  """The config as JSON without what may differ between processes."""
   out = records.plain(config)
-  for field in MAY_DIFFER:
+  for field in _PLACES:
     *path, name = field.split('.')
     functools.reduce(operator.getitem, path, out).pop(name, None)
   return out

@@ -102,13 +102,13 @@ def done(sweep: Sweep, stage: str, workdir: pathlib.Path) -> bool:
   before = records.plain(records.filled(about['config']))
   now = records.plain(config_of(sweep, stage, workdir))
   one, _ = sweep.stage(stage)
-  free = (*writer.MAY_DIFFER, *(UNREAD if isinstance(one, Start) else ()))
-  # A run may go on to another time; one that is done has ended at its own.
-  free = tuple(f'{field}.' for field in free if field != 'sft.seconds')
+  free = tuple(f'{x}.' for x in (UNREAD if isinstance(one, Start) else ()))
   for field, (old, new) in lookup.differences(before, now).items():
     moved = field in sweep.needs(stage) and _within(old) == _within(new)
+    # A run may go on to another time; one that is done has ended at its own.
+    other = field != 'sft.seconds' and writer.may_change(field, old)
     lookup.require(
-      moved or f'{field}.'.startswith(free),
+      moved or other or f'{field}.'.startswith(free),
       f'{folder} was run with another config: {field} was {old!r} and is '
       f'{new!r} now; remove that folder, or set another --workdir',
     )

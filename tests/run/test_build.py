@@ -20,3 +20,26 @@ def test_a_folder_without_a_model_is_named(tmp_path):
     assert words in str(error.value)
   for words in 'written', 'disk':
     assert words not in str(error.value)
+
+
+def test_processes_agree_on_all_but_where_they_run(monkeypatch):
+  def compared(**fields):
+    found = []
+    read = lambda facts: found.append(facts())
+    monkeypatch.setattr(build.cluster, 'require_agreement', read)
+    config = schema.base()
+    config.update_from_flattened_dict(fields)
+    build.require_same_run(config)
+    return found
+
+  one = compared()
+  for field, value in (
+    ('sft.save_every', 7),
+    ('checkpoint.every', 7),
+    ('judge.max_tokens', 7),
+    ('source.timeout', 7.0),
+    ('judge.url', 'http://judge'),
+  ):
+    assert compared(**{field: value}) != one, field
+  for field in ('source.url', 'engine.url', 'data.dir'):
+    assert compared(**{field: 'here'}) == one, field
