@@ -23,7 +23,7 @@ endif
   setup-notebooks notebooks aot docs lint dist sizes clean
 
 help:
-	@echo 'make quickstart             a small model learns to search (5 min); on a'
+	@echo 'make quickstart             a small model learns to search (5 to 8 min); on a'
 	@echo '                            GPU if there is one, ACCELERATOR=cpu|gpu'
 	@echo 'make quickstart CONTROLS=1  the same, then the control runs'
 	@echo 'make realistic              GRPO of a real language model on real text (hours)'
@@ -114,7 +114,7 @@ test: setup
 test-long: setup
 	XLA_FLAGS="$(TEST_XLA_FLAGS) $(XLA_FLAGS)" $(PY) -m pytest $(WORKERS) -m long
 
-# Whole files are marked as slow: those that take more than a few seconds.
+# Mostly whole files are marked as slow: those that take more than a few seconds.
 test-quick: setup
 	XLA_FLAGS="$(TEST_XLA_FLAGS) $(XLA_FLAGS)" $(PY) -m pytest $(WORKERS) \
 	  -m "not slow and not parity and not sidecar and not aot and not cluster \

@@ -177,7 +177,8 @@ def base() -> ConfigDict:
   c.env.max_observation_tokens = 256  # of one observation, tags included
   c.env.information = 'source'  # source, policy (SSRL)
   c.env.answer = 'tags'  # tags; boxed: in the last \\boxed{...} (mathematics)
-  c.env.train_information = False  # policy-written information in the loss
+  # Of information='policy': what it wrote as information in the loss.
+  c.env.train_information = False
   # Evaluation of information='policy': how many of a trajectory's searches
   # are real, the first ones; -1 = all.
   c.env.real_searches = 0

@@ -1,7 +1,8 @@
 """Data passed between the stages: frozen records with documented shapes.
 
-Axis letters: B sequences, G group, T tokens, P passages, n tokens of a
-segment. This module does not import JAX.
+Axis letters: B trajectories (of a Batch: its rows, with N trajectories), G
+group, T tokens, P passages, n tokens of a segment. This module does not import
+JAX.
 """
 
 from collections.abc import Iterator, Mapping

@@ -7,7 +7,7 @@ minibatch. So microbatches add up to the minibatch exactly, on any mesh, and
 an empty microbatch gives 0, not 0/0.
 
 GRPO and PPO have no loss of their own: they are `clip` with an advantage and an
-aggregation (configs/algorithms.py). `train.train` calls
+aggregation (configs/algorithms.py). `train._train` calls
 `Learner.update`, which calls `Updater.step`; its compiled program calls the
 objective of `objectives.policy`, which calls the loss.
 
@@ -101,8 +101,8 @@ def importance_weights(
   They correct for what the engine sampled from (its numerics, its staleness)
   to what the trainer scores. 'token': a weight for each token (Yao et
   al., "Your efficient RL framework secretly brings you off-policy RL
-  training", 2025). 'sequence': the product over the loss tokens of the row,
-  truncated, on every token of it. No gradient passes through.
+  training", 2025). 'sequence': the product over the loss tokens of the
+  trajectory, truncated, on every token of it. No gradient passes through.
 
   mode='cap': min(w, cap). mode='mask': 0 outside [floor, cap], so that
   tokens that the current policy would hardly sample have no gradient (IcePop,
@@ -146,10 +146,10 @@ def clip(
 
   PPO, arXiv 1707.06347, equation 7; separate bounds: DAPO, arXiv 2503.14476,
   equation 8. ratio='token': r = pi / pi_old of the token. ratio='sequence':
-  the geometric mean over the row's loss tokens (GSPO, arXiv 2507.18071,
+  the geometric mean over the trajectory's loss tokens (GSPO, arXiv 2507.18071,
   equation 7), the same on each of them. ratio='product': their product, so
-  that a row is one action (RLOO, arXiv 2402.14740, as TRL has it; with
-  aggregation='sequence' the loss of a row is r A). w is the truncated
+  that a trajectory is one action (RLOO, arXiv 2402.14740, as TRL has it; with
+  aggregation='sequence' its loss is r A). w is the truncated
   importance weight of `importance_weights`; it multiplies the clipped term, so
   clipping never sees the engine's mismatch and truncation never sees the
   policy's step.
