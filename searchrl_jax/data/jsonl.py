@@ -168,10 +168,13 @@ def musique(record: Mapping[str, Any], where: str) -> dict:
   name, text, paragraphs = _required(record, where, *keys)
   if isinstance(paragraphs, str):
     paragraphs = checks.unpacked(paragraphs, f'{where}: the paragraphs')
-  titled = lambda p: isinstance(p, dict) and isinstance(p.get('title'), str)
-  good = isinstance(paragraphs, list) and all(map(titled, paragraphs))
-  require(good, f'{where}: the paragraphs are no list of objects with a title')
-  titles = [p['title'] for p in paragraphs if p.get('is_supporting')]
+  objects = isinstance(paragraphs, list) and all(
+    isinstance(p, dict) for p in paragraphs
+  )
+  require(objects, f'{where}: the paragraphs are no list of objects')
+  titles = [p.get('title') for p in paragraphs if p.get('is_supporting')]
+  good = all(isinstance(title, str) for title in titles)
+  require(good, f'{where}: a supporting paragraph has no title')
   answers = ()
   for field in ('answer', 'answer_aliases'):
     answers += checks.strings(record.get(field), f'{where}: the field {field}')

@@ -352,7 +352,7 @@ def gather(what: str, work: Callable[[], T]) -> list[T]:
     found = world.exchange(what, (value, failure))
   except ProcessError as e:
     # What has kept this process from the others' call.
-    if error is not None and not isinstance(error, ProcessError):
+    if error is not None and not isinstance(error, (ProcessError, Stopped)):
       raise error from e
     raise
   failures = [failure for _, failure in found if failure is not None]

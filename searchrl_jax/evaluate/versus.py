@@ -6,8 +6,8 @@
 Every run folder is evaluated on the held-out questions, the corpus and the
 config.eval of the first (or of --on); then each is compared with the first,
 question by question (evaluate/compare.py). A run keeps its own model,
-tokenizer, template, limits and number of passages per query; its judge and
-servers that it named are left out (em and f1 need no judge). All searches are
+tokenizer, template, limits and number of passages per query; its judge is left
+out, and an engine in process stands for servers that it named. All searches are
 real, also those of policies that write their own information (SSRL) or that
 were trained with a simulator (ZeroSearch). --own_searches lets SSRL's policies
 write their information as in training. Questions without a corpus (TTRL's
@@ -42,8 +42,10 @@ def config_for(workdir: str, on, own_searches: bool):
   config.eval = on.eval
   for name in ('module', 'url', 'corpus', 'dials'):
     config.source[name] = on.source[name]
-  # em and f1 need no judge, and named servers may still serve a run.
-  config.judge.url = config.engine.url = ''
+  # em and f1 need no judge. Servers that it named may serve a run, or be gone.
+  config.judge.url = ''
+  if config.engine.url:
+    config.engine.update(module='jax', url='')
   if config.source.module == 'none':
     config.env.max_turns = 0
   elif config.env.information == 'policy' and not own_searches:

@@ -35,7 +35,7 @@ _START = 'searchrl-'  # prefix of the model names of engines/vllm/host.py
 _SPELLING = re.compile('[<|\\[◁＜﹤≮｜［﹇\ud800-\udfff]')
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 # Ends of paths that are complete, and of those that other clients are given.
-_VERSION = re.compile('(?<![:/])/v\\d\\w*(/openai)?$')
+_VERSION = re.compile('(?<![:/])/v\\d((beta|alpha)\\d*)?(/openai)?$')
 _PATH = re.compile('(?<![:/])/+(v1/*)?((chat/)?completions/*)?$')
 _THOUGHT = re.compile(
   '(?i:[<◁]/?(?:seed:)?(?:think(?:ing)?|thought|reasoning)[>▷])|\\[/?THINK]'
@@ -49,7 +49,7 @@ _OPTIONS = {
     'max_tokens',
     'max_completion_tokens',
   ),
-  re.compile("'temperature'"): ('temperature', None),
+  re.compile("'temperature' (does|is) not support"): ('temperature', None),
 }
 # HTTP statuses of a request that is too long or filtered, and the finish
 # reasons of such a reply. `check` finds servers that reject every request.

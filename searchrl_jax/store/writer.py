@@ -53,27 +53,25 @@ from searchrl_jax.store import (
 )
 from searchrl_jax.types import Group, Rewards
 
-# Fields that may differ between the processes of a run: where each runs, and
-# what it prints.
-_PLACES = (
+# Fields that may differ between the processes of a run: where each runs, what
+# it prints, how long and often it asks a service. Process 0 decides on time.
+_OWN = (
   'log', 'source.url', 'source.simulator.url', 'data.dir', 'judge.url',
+  'train.seconds', 'sft.seconds', 'checkpoint.keep',
+  'rollout.concurrency', 'rollout.search_attempts',
+  'source.timeout', 'source.deadline', 'source.attempts', 'source.batch_ms',
+  'source.simulator.timeout', 'source.simulator.concurrency',
+  'judge.timeout', 'judge.attempts', 'judge.concurrency',
   'engine.url', 'engine.venv', 'engine.device', 'engine.gpu_memory',
-  'engine.host_gib', 'engine.kv_cache_gib', 'engine.memory',
+  'engine.host_gib', 'engine.kv_cache_gib', 'engine.start_seconds',
+  'engine.timeout', 'engine.deadline', 'engine.attempts', 'engine.memory',
 )  # fmt: skip
 # Fields that may change between two starts of a run. They state where it runs,
 # for how long, what stops it and what it prints, never what it computes.
 MAY_DIFFER = (
-  *_PLACES, 'train.seconds', 'sft.seconds', 'sft.save_every',
-  'checkpoint.every', 'checkpoint.keep', 'checkpoint.background',
-  'rollout.mismatch_alarm', 'rollout.max_failed', 'judge.max_failed',
-  'engine.canary_tolerance',
-  # Devices, and how long and often a service is asked.
-  'mesh', 'rollout.concurrency', 'rollout.search_attempts', 'source.servers',
-  'source.timeout', 'source.deadline', 'source.attempts', 'source.batch_ms',
-  'source.simulator.timeout', 'source.simulator.concurrency',
-  'judge.timeout', 'judge.attempts', 'judge.concurrency', 'judge.max_tokens',
-  'engine.start_seconds', 'engine.timeout', 'engine.deadline',
-  'engine.attempts',
+  *_OWN, 'mesh', 'source.servers', 'sft.save_every', 'checkpoint.every',
+  'checkpoint.background', 'rollout.mismatch_alarm', 'rollout.max_failed',
+  'judge.max_failed', 'judge.max_tokens', 'engine.canary_tolerance',
 )  # fmt: skip
 # The model of a server that has several: '' may become a name.
 _MODELS = 'judge.model', 'source.simulator.model'
@@ -395,7 +393,8 @@ class Writer:
         self._require_open_end(field, what, config)
         continue
       records.require(
-        may_change(field, values[0])
+        is_free(field)
+        or (field in _MODELS and values[0] == '')
         or fnmatch.fnmatchcase(field, 'reward.*.max_abstained'),
         f'{self.folder} holds a run of another config: {what}. Use the same '
         'value to continue that run, or choose another --workdir',
@@ -424,16 +423,15 @@ class Writer:
       )
 
 
-def may_change(field: str, old: Any) -> bool:
-  """Whether a field may have another value at the next start of a run."""
-  free = f'{field}.'.startswith(tuple(f'{x}.' for x in MAY_DIFFER))
-  return free or (field in _MODELS and old == '')
+def is_free(field: str) -> bool:
+  """Whether a field is in MAY_DIFFER, or in a part that is."""
+  return f'{field}.'.startswith(tuple(f'{x}.' for x in MAY_DIFFER))
 
 
 def shared(config) -> dict:
   """The config as JSON without what may differ between processes."""
   out = records.plain(config)
-  for field in _PLACES:
+  for field in _OWN:
     *path, name = field.split('.')
     functools.reduce(operator.getitem, path, out).pop(name, None)
   return out

@@ -36,7 +36,7 @@ def main():
     )
     print(f'jobs: {" ".join(jobs) or "none, all is done"}')
     return
-  figures.collected(sweep, folder)  # refuses what is stale now, not at the end
+  figures.complete(sweep, folder)  # refuses what is stale now, not at the end
   try:
     if not values.table:
       runner.run(values.sweep, sweep, planned, folder, parallel=values.parallel)

@@ -133,34 +133,39 @@ def means(seeds: Mapping[str, dict]) -> dict:
 # ---- What is complete.
 
 
-def collect(
-  sweep: Sweep, workdir: pathlib.Path, purpose: str = core.REPORT
-) -> dict:
-  """{arm: {'seeds': case -> its figures, 'mean'}} of seeds of a purpose."""
-  out = {}
-  for arm in sweep.arms:
-    found = (workdir / 'arms' / arm.name).glob('*/done.json')
-    names = [path.parent.name for path in found]
-    case = re.compile(r'\d+-\d+' if sweep.worlds else r'\d+')
-    seeds = {
-      case: of_run(sweep, arm, workdir / f'arms/{arm.name}/{case}')
-      for case in sorted(filter(case.fullmatch, names), key=core.parse)
-      if sweep.purpose(arm, case) == purpose
-      and stages.done(sweep, f'arms/{arm.name}/{case}', workdir)
-    }
-    if seeds:
-      out[arm.name] = {'seeds': seeds, 'mean': means(seeds)}
-  return out
-
-
-def collected(sweep: Sweep, workdir: pathlib.Path) -> dict[str, dict]:
-  """{purpose: what `collect` returns} of all that is complete.
+def complete(sweep: Sweep, workdir: pathlib.Path) -> dict[str, list[str]]:
+  """{arm: its complete cases}.
 
   Raises:
     ConfigError: as `stages.done`.
   """
-  purposes = core.REPORT, core.REPLICATION, core.TUNING
-  return {purpose: collect(sweep, workdir, purpose) for purpose in purposes}
+  out = {}
+  case = re.compile(r'\d+-\d+' if sweep.worlds else r'\d+')
+  for arm in sweep.arms:
+    found = (workdir / 'arms' / arm.name).glob('*/done.json')
+    names = filter(case.fullmatch, (path.parent.name for path in found))
+    out[arm.name] = [
+      name
+      for name in sorted(names, key=core.parse)
+      if stages.done(sweep, f'arms/{arm.name}/{name}', workdir)
+    ]
+  return out
+
+
+def collect(
+  sweep: Sweep, workdir: pathlib.Path, purpose: str = core.REPORT
+) -> dict:
+  """{arm: {'seeds': case -> its figures, 'mean'}} of seeds of a purpose."""
+  out, cases = {}, complete(sweep, workdir)
+  for arm in sweep.arms:
+    seeds = {
+      case: of_run(sweep, arm, workdir / f'arms/{arm.name}/{case}')
+      for case in cases[arm.name]
+      if sweep.purpose(arm, case) == purpose
+    }
+    if seeds:
+      out[arm.name] = {'seeds': seeds, 'mean': means(seeds)}
+  return out
 
 
 def starts(sweep: Sweep, workdir: pathlib.Path) -> dict:
@@ -243,7 +248,8 @@ def _rows(arms: Mapping[str, dict], purpose: str) -> Iterator[dict[str, Any]]:
 
 def write(sweep: Sweep, workdir: pathlib.Path) -> str:
   """Writes the files that this module lists; returns the table."""
-  found = collected(sweep, workdir)
+  purposes = core.REPORT, core.REPLICATION, core.TUNING
+  found = {purpose: collect(sweep, workdir, purpose) for purpose in purposes}
   rows = [row for purpose, x in found.items() for row in _rows(x, purpose)]
   table = pa.Table.from_pylist(rows, _SCHEMA)
   for name, save in (('csv', csv.write_csv), ('parquet', pq.write_table)):

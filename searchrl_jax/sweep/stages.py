@@ -106,7 +106,7 @@ def done(sweep: Sweep, stage: str, workdir: pathlib.Path) -> bool:
   for field, (old, new) in lookup.differences(before, now).items():
     moved = field in sweep.needs(stage) and _within(old) == _within(new)
     # A run may go on to another time; one that is done has ended at its own.
-    other = field != 'sft.seconds' and writer.may_change(field, old)
+    other = field != 'sft.seconds' and writer.is_free(field)
     lookup.require(
       moved or other or f'{field}.'.startswith(free),
       f'{folder} was run with another config: {field} was {old!r} and is '

@@ -37,9 +37,9 @@ def test_processes_agree_on_all_but_where_they_run(monkeypatch):
     ('sft.save_every', 7),
     ('checkpoint.every', 7),
     ('judge.max_tokens', 7),
-    ('source.timeout', 7.0),
     ('judge.url', 'http://judge'),
   ):
     assert compared(**{field: value}) != one, field
   for field in ('source.url', 'engine.url', 'data.dir'):
     assert compared(**{field: 'here'}) == one, field
+  assert compared(**{'source.timeout': 7.0}) == one
