@@ -84,6 +84,7 @@ def run(tmp_path_factory):
   return folder, summary
 
 
+@pytest.mark.long
 def test_quickstart_writes_what_it_promises(run):
   folder, summary = run
   for name in (

@@ -226,12 +226,20 @@ class BM25Index:
         scores[row, : len(order)] = total[order]
     return ids, scores
 
-  def _configure(self, texts, k1=1.2, b=0.75, analyzer=None, **words) -> None:
+  def _configure(
+    self,
+    texts: Sequence,
+    k1=1.2,
+    b=0.75,
+    stemmer='english',
+    stop_words='english',
+    analyzer=None,
+  ) -> None:
     self.k1, self.b, self._count = float(k1), float(b), len(texts)
-    self.analyzer = found = Analyzer(**words, kind=analyzer or choose(texts))
-    words = {'stemmer': found.stemmer, 'stop_words': found.stop_words}
+    self.analyzer = Analyzer(stemmer, stop_words, analyzer or choose(texts))
+    words = {'stemmer': stemmer, 'stop_words': stop_words}
     self._options = {'k1': self.k1, 'b': self.b, **words}
-    self._options['analyzer'] = found.kind
+    self._options['analyzer'] = self.analyzer.kind
     self._warned: set[str] = set()
 
   def _load(self, arrays: dict[str, np.ndarray]) -> None:

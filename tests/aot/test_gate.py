@@ -1,6 +1,5 @@
 """The report on programs that are compiled for a topology."""
 
-import dataclasses
 import importlib.util
 import math
 import re
@@ -169,9 +168,7 @@ def test_a_gradient_of_the_embedding_is_no_weight():
     'all-gather', hlo.Shape('f32', (32, 4608, 2048)), loop=False
   )
   update = dict(targets=ATTENTION)
-  scattered = dataclasses.replace(
-    rows, op='jit(f)/transpose(jvp())/scatter-add'
-  )
+  scattered = rows._replace(op='jit(f)/transpose(jvp())/scatter-add')
   for gathered, wrong in ((scattered, 0), (rows, 1)):
     moved = gathered, GATHER, SCATTER
     found = missed(program('accumulate/4608', collectives=moved, **update))
@@ -194,7 +191,7 @@ def test_log_probs_of_all_rows_are_no_weights():
 
 def test_each_part_of_the_weights_along_tensor_is_gathered_twice():
   mesh = {'fsdp': 4, 'tensor': 2}
-  half = dataclasses.replace(GATHER, times=100)
+  half = GATHER._replace(times=100)
   for gathers, wrong in (([half], 0), ([half, half], 1)):
     update = dict(collectives=[*gathers, SCATTER], targets=ATTENTION, mesh=mesh)
     assert len(missed(program('accumulate/4608', **update))) == wrong

@@ -36,6 +36,7 @@ def whole(seed):
   return lora.join(adapters(seed), common.make_params())
 
 
+@pytest.mark.long
 def test_the_sampler_takes_adapters_alone():
   engine = common.make_engine(params=whole(0), cfg=CFG)
   forward, canary = sync.forward_logps(CFG), [*range(30, 60)]
@@ -90,6 +91,7 @@ async def load(engine, version, kind, seed=None):
   return report
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_server_is_sent_adapters_alone_and_all_when_it_comes_back(
   fake, tmp_path

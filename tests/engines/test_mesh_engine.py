@@ -57,6 +57,7 @@ def alone():
   return asyncio.run(trajectories(engine)), engine.checksums()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize('shape', SHAPES)
 def test_it_samples_what_one_device_samples(shape, alone):
   engine = engine_on(sharding.make_mesh(*shape))

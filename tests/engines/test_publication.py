@@ -104,6 +104,7 @@ def test_a_tensor_is_a_file_of_which_only_what_is_used_is_read(tmp_path):
   assert mine.nbytes <= resident(file) <= 1.1 * mine.nbytes
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != 'linux', reason='reads /proc')
 def test_publishing_needs_a_fifth_of_the_weights_as_memory(
   tmp_path, monkeypatch

@@ -285,6 +285,7 @@ def test_a_request_that_failed_is_sent_again_as_it_was(fake, tmp_path, fault):
   assert engine.stats()['generated_tokens'] == 12
 
 
+@pytest.mark.long
 def test_attempts_and_deadlines_end_a_call_with_the_reason(fake, tmp_path):
   async def main():
     engine = make([fake], tmp_path / 'a', attempts=2)

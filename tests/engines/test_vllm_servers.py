@@ -41,6 +41,7 @@ def say(engine, n, tokens=5):
 # --- More calls than places.
 
 
+@pytest.mark.long
 def test_calls_wait_here_and_at_nobodys_expense(fake, tmp_path):
   """All of them take longer than one may, each is served in time."""
   engine = make([fake], tmp_path, slots=2, timeout=4.0, deadline=4.0)

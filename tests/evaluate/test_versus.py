@@ -33,6 +33,7 @@ def runs(tmp_path_factory):
   return out
 
 
+@pytest.mark.long
 def test_one_command_holds_any_two_runs_against_each_other(runs, tmp_path):
   out = tmp_path / 'versus'
   text, _ = test_commands.command('evaluate.versus', *runs, f'--out={out}')

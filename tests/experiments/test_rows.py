@@ -289,6 +289,7 @@ def lines(path):
   return [json.loads(x) for x in path.open()] if path.exists() else []
 
 
+@pytest.mark.long
 def test_a_killed_table_goes_on_and_says_all(tmp_path):
   folder, out = tmp_path / 'runs', tmp_path / 'out' / 'results.json'
   flags = f'--row={MODULE}', f'--workdir={folder}', f'--out={out}'

@@ -194,6 +194,7 @@ def test_rewards_are_opposed(whole):
   assert seen > 4
 
 
+@pytest.mark.long
 def test_the_second_update_is_corrected_for_the_first(
   whole, tmp_path, monkeypatch
 ):
@@ -213,6 +214,7 @@ def test_the_second_update_is_corrected_for_the_first(
   assert not same(params, params_of(config, tmp_path))
 
 
+@pytest.mark.long
 def test_a_resume_takes_up_what_the_judge_had_read(url, tmp_path):
   said = ['']
 
@@ -292,6 +294,7 @@ def test_resume_after_a_signal_takes_what_had_ended(
   assert pool_of(config, folder) == pool_of(config, tmp_path)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   'proposer, solver, n, group',
   [

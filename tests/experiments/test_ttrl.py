@@ -378,6 +378,7 @@ def lines(path):
   return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize('golds', ['shuffled', 'none'])
 def test_golds_change_no_reward_and_no_parameter(runs, golds):
   own, other = (updated(tiny(g), runs / g) for g in ('own', golds))

@@ -363,6 +363,7 @@ def test_an_answer_that_takes_too_long_costs_that_once(monkeypatch):
     cached.cache_clear()
 
 
+@pytest.mark.long
 def test_towers_do_not_stop_a_run(checker):
   for tower in (
     '9^{9^{9^9}}',

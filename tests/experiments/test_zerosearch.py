@@ -427,6 +427,7 @@ def warm(tmp_path_factory, url):
   return folder
 
 
+@pytest.mark.long
 @pytest.mark.parametrize('beside', [False, True])
 def test_a_run_on_simulated_documents_resumes_bit_for_bit(
   warm, tmp_path, beside

@@ -333,6 +333,7 @@ def made(name, kl, minibatches, epochs, dropped):
   return c, found
 
 
+@pytest.mark.long
 @settings(max_examples=200)
 @given(st.data())
 def test_a_step_keeps_what_can_be_used_if_that_is_nothing_too(data):

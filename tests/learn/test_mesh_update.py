@@ -78,6 +78,7 @@ def close(got, want, tol=1e-5):
     assert error <= tol, f'{path}: relative error {error:.2e}'
 
 
+@pytest.mark.long
 @pytest.mark.parametrize('shape', MESHES, ids=lambda s: 'x'.join(map(str, s)))
 def test_loss_and_gradients(shape, reference):
   n = int(np.prod(shape))

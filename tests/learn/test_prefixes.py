@@ -103,6 +103,7 @@ def test_every_token_is_a_node_below_those_before_it(seed, shards, M):
   assert 0 <= found['shared'] < 1 and 0 <= found['padding'] < 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   'cfg, shape',
   [(CFG, None), (LOCAL, None), (CFG, (2, 1, 1)), (LOCAL, (1, 2, 2))],

@@ -80,6 +80,7 @@ def run_twice(c, folder, monkeypatch, nth):
   return one, [s for s in steps if s['step'] >= 0], a
 
 
+@pytest.mark.long
 def test_ppo_by_turns_with_observations_in_the_loss(url, tmp_path, monkeypatch):
   c = config(
     url,

@@ -197,6 +197,7 @@ def small(url):
   return c
 
 
+@pytest.mark.long
 def test_faults_cost_trajectories_and_never_a_false_reward(
   chaos, tmp_path, monkeypatch
 ):

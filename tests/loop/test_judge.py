@@ -42,6 +42,7 @@ def answering(monkeypatch):
   monkeypatch.setattr(SearchEnv, 'answer', answer)
 
 
+@pytest.mark.long
 def test_verdicts_are_rewards_and_scores(url, tmp_path, monkeypatch):
   answering(monkeypatch)
   with chat_server.serve(odd) as chats:
@@ -62,6 +63,7 @@ def test_verdicts_are_rewards_and_scores(url, tmp_path, monkeypatch):
   )
 
 
+@pytest.mark.long
 def test_an_outage_stops_the_run_saved_and_it_goes_on(
   url, tmp_path, monkeypatch
 ):

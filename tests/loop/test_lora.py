@@ -94,6 +94,7 @@ def test_another_dtype_of_the_computation_keeps_the_adapters(warm):
     np.testing.assert_array_equal(x, before[name].astype(x.dtype), name)
 
 
+@pytest.mark.long
 def test_training_goes_on_with_the_adapters_of_the_warm_start(warm, whole):
   c, folder, kinds = whole
   before, after = (flat(params_of(c, f)) for f in (warm[1], folder))

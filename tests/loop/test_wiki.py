@@ -123,6 +123,7 @@ def lines(path):
   return [json.loads(line) for line in path.open()]
 
 
+@pytest.mark.long
 def test_the_recipe_trains_a_hugging_face_checkpoint(
   checkpoint, server, tmp_path
 ):

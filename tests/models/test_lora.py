@@ -57,6 +57,7 @@ def test_fresh_adapters_change_no_bit():
   np.testing.assert_array_equal(logits(CFG, params), want)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize('cfg', [CFG, GEMMA], ids=['llama', 'gemma'])
 def test_adapters_compute_what_merged_and_scaled_weights_do(cfg):
   plain = base_params(cfg=cfg)
@@ -76,6 +77,7 @@ def test_adapters_compute_what_merged_and_scaled_weights_do(cfg):
   )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize('mesh', [None, dict(data=2, fsdp=2, tensor=2)])
 def test_an_update_trains_adapters_alone(mesh):
   mesh = mesh and sharding.make_mesh(**mesh)

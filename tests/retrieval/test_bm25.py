@@ -613,6 +613,7 @@ def memory_of(folder):
   return size, *(m.peak - m.start for m in (building, searching))
 
 
+@pytest.mark.long
 def test_building_in_files_and_searching_them_take_little_memory(tmp_path):
   # In a process of its own: what other tests left running takes some too.
   fresh = multiprocessing.get_context('spawn')
@@ -623,6 +624,7 @@ def test_building_in_files_and_searching_them_take_little_memory(tmp_path):
   assert searching < 8e6
 
 
+@pytest.mark.long
 def test_ranks_the_real_corpus(data_dir):
   """Recall@3 on NQ dev is a figure of the data's README: 0.789."""
   import gzip

@@ -464,6 +464,7 @@ print(memory.peak - memory.start)
 """
 
 
+@pytest.mark.long
 def test_streams(tmp_path):
   """120 MB pass through a few; Parquet in one row group, too."""
   path = tmp_path / 'c.jsonl'

@@ -225,6 +225,7 @@ def test_float16_memory_map(tmp_path):
   check(DenseJax(mapped, None), mapped.astype(np.float32), vectors[:4], 3)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != 'linux', reason='reads /proc')
 @pytest.mark.parametrize(
   'precision, share', [('float32', 1), ('bfloat16', 0.5), ('int8', 0.25)]

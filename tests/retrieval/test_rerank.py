@@ -158,6 +158,7 @@ def test_wrong_arguments(folder, tmp_path):
     CrossEncoder(labels, length=64)
 
 
+@pytest.mark.long
 def test_nothing_compiles_after_the_programs(folder):
   model, rng = CrossEncoder(folder, length=40), np.random.default_rng(0)
   for program in model.programs(60):

@@ -268,6 +268,7 @@ def test_a_folder_with_bm25_answers_like_its_corpus(folder, server, tmp_path):
   assert health['corpus']['count'] == 7 and health['index']['name'] == 'bm25'
 
 
+@pytest.mark.long
 def test_several_indexes_are_fused_and_reranked(folder, tmp_path, monkeypatch):
   path, encoder, reranker = folder
   smi = tmp_path / 'nvidia-smi'
@@ -352,6 +353,7 @@ print(len(programs), len(found), json.dumps(searcher.identity))
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   'index, rerank, most',
   [

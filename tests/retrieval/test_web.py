@@ -847,6 +847,7 @@ def test_a_page_that_cannot_be_had_leaves_its_snippet():
 HOSTILE = b'<ul><li>words to keep ' * 120 + b'</li></ul>' * 120
 
 
+@pytest.mark.long
 def test_hostile_pages_leave_the_others(tmp_path):
   bad, good = [f'/bad{i}' for i in range(8)], ['/a', '/b', '/c']
 

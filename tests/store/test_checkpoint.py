@@ -372,6 +372,7 @@ print(json.dumps(out))
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(
   not pathlib.Path('/proc/self/smaps_rollup').exists(), reason='Linux only'
 )

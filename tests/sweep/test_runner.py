@@ -54,6 +54,7 @@ def kill_when(process: subprocess.Popen, condition) -> None:
   process.communicate()
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_a_sweep_killed_in_a_warm_start_goes_on_and_an_arm_fails(tmp_path):
   """tests/experiments/test_rows.py kills one in an arm."""
