@@ -45,7 +45,8 @@ def read(spec: str) -> tuple[dict, list[grading.Row]]:
 
 def require_comparable(a: str, b: str, manifests, allow: Sequence[str]):
   """Raises ConfigError if entries differ that must be equal; names them."""
-  apart = _apart(*manifests, [name for name in SAME if name not in allow])
+  one, other = manifests
+  apart = _apart(one, other, [name for name in SAME if name not in allow])
   # Different ids are more informative than their digests.
   lines = [
     f'{k}: {_brief(x, y)} and {_brief(y, x)}'
