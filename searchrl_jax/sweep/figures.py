@@ -133,8 +133,10 @@ def means(seeds: Mapping[str, dict]) -> dict:
 # ---- What is complete.
 
 
-def complete(sweep: Sweep, workdir: pathlib.Path) -> dict[str, list[str]]:
-  """{arm: its complete cases}.
+def complete(
+  sweep: Sweep, workdir: pathlib.Path, purpose: str = ''
+) -> dict[str, list[str]]:
+  """{arm: its complete cases}, of seeds of a purpose; '' = of any.
 
   Raises:
     ConfigError: as `stages.done`.
@@ -147,7 +149,8 @@ def complete(sweep: Sweep, workdir: pathlib.Path) -> dict[str, list[str]]:
     out[arm.name] = [
       name
       for name in sorted(names, key=core.parse)
-      if stages.done(sweep, f'arms/{arm.name}/{name}', workdir)
+      if purpose in ('', sweep.purpose(arm, name))
+      and stages.done(sweep, f'arms/{arm.name}/{name}', workdir)
     ]
   return out
 
@@ -156,12 +159,11 @@ def collect(
   sweep: Sweep, workdir: pathlib.Path, purpose: str = core.REPORT
 ) -> dict:
   """{arm: {'seeds': case -> its figures, 'mean'}} of seeds of a purpose."""
-  out, cases = {}, complete(sweep, workdir)
+  out, cases = {}, complete(sweep, workdir, purpose)
   for arm in sweep.arms:
     seeds = {
       case: of_run(sweep, arm, workdir / f'arms/{arm.name}/{case}')
       for case in cases[arm.name]
-      if sweep.purpose(arm, case) == purpose
     }
     if seeds:
       out[arm.name] = {'seeds': seeds, 'mean': means(seeds)}
