@@ -517,6 +517,7 @@ def test_a_warm_start_of_another_model_is_refused(run):
     parameters.restore(config, str(folder), cfg, build.mesh(config))
 
 
+@pytest.mark.long
 def test_a_warm_start_keeps_to_its_corpus_and_traces(
   run, tmp_path, monkeypatch
 ):

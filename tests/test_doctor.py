@@ -27,6 +27,7 @@ def examined(config, workdir):
   return {name: (mark, text) for mark, name, text in lines}, bad, report
 
 
+@pytest.mark.long
 def test_a_config_that_works(tmp_path):
   found, bad, report = examined(tiny.config(), tmp_path / 'run')
   assert bad == [] and list(found) == [name for name, *_ in doctor.CHECKS]
@@ -58,6 +59,7 @@ def test_every_problem_is_named_and_what_depends_on_it_is_skipped(
   assert found['model'] == ('skipped', 'it needs tokenizer')
 
 
+@pytest.mark.long
 def test_services_and_room(tmp_path, monkeypatch):
   config = tiny.config('http://127.0.0.1:9')
   config.source.attempts = 1

@@ -250,6 +250,7 @@ class Page:
     return self.js('decodeURIComponent(location.hash.slice(1))')
 
 
+@pytest.mark.long
 def test_the_page_shows_what_was_sampled(opened, folder, browser):
   browser.get_log('performance')
   page = opened('one')
@@ -508,6 +509,7 @@ def serving(tmp_path):
   made.close()
 
 
+@pytest.mark.long
 def test_a_live_page_follows_the_run(serving, browser, monkeypatch):
   tok, made, port, write = serving
   page = Page(browser, f'http://127.0.0.1:{port}/')

@@ -250,6 +250,7 @@ def test_decoding_counts_one_token_of_its_chunk(name, times):
   assert max(n for n, *_ in found.hlo.times.values()) == times
 
 
+@pytest.mark.long
 def test_every_program_of_a_run_is_described(monkeypatch):
   monkeypatch.setattr(gate, 'ENCODER', (99, 32, 1, 2, 64, 64, 2, 1e-12, 0))
   monkeypatch.setattr(gate, 'PASSAGES', 5000)
@@ -276,6 +277,7 @@ def test_every_program_of_a_run_is_described(monkeypatch):
   assert 'arguments' in text and 'estimate' in text
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   'name, said',
   [

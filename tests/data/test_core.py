@@ -296,6 +296,7 @@ def test_every_question_once_an_epoch(sizes, seed, shuffle, step):
       assert part == [q.id for qs in sets.values() for q in qs]
 
 
+@pytest.mark.long
 @hypothesis.settings(max_examples=25, deadline=None)
 @hypothesis.given(before=st.integers(0, 30), after=st.integers(1, 30))
 def test_resume_is_exact(before, after):

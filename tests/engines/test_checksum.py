@@ -64,6 +64,7 @@ def test_minus_zero_is_zero_and_nothing_else_is(dtype):
   assert of(0.0) != of(tiny) != of(-tiny)
 
 
+@pytest.mark.long
 def test_a_checksum_writes_no_hashes_to_memory():
   x = jnp.ones((4, 1 << 22), jnp.float32)  # 64 MiB
   checksum.checksums({'x': x})  # compiles

@@ -90,6 +90,7 @@ COLLECTIVE = re.compile(
 )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize('shape', SHAPES)
 def test_no_weight_and_no_cache_travels(shape):
   device = engine_on(sharding.make_mesh(*shape))._device

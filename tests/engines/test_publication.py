@@ -46,6 +46,7 @@ def publisher(folder, cfg=CFG, dtype='float32'):
   return publication.Publisher(folder, cfg, dtype)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
 @pytest.mark.parametrize('cfg', [CFG, UNTIED], ids=['tied', 'untied'])
 def test_what_is_read_is_what_an_export_holds(tmp_path, cfg, dtype):
@@ -88,6 +89,7 @@ def resident(file) -> int:
   return size
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != 'linux', reason='reads /proc')
 def test_a_tensor_is_a_file_of_which_only_what_is_used_is_read(tmp_path):
   """A worker of several takes its rows; the file is not read as a whole."""

@@ -217,6 +217,7 @@ def test_a_killed_server_comes_back_under_its_address(start, caplog):
   assert 'SIGKILL' in caplog.text
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   'status, seconds, said',
   [
@@ -251,6 +252,7 @@ def test_crashes_within_the_window_are_limited(start):
     assert server.failure.startswith('3 crashes within 1800 s (--max_restarts')
 
 
+@pytest.mark.long
 def test_earlier_crashes_do_not_count(start):
   with start(max_restarts=1, restart_window_s=0.01) as server:
     for n in (1, 2, 3):

@@ -251,6 +251,7 @@ def test_a_resume_takes_up_what_the_judge_had_read(url, tmp_path):
   assert same(*found)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize('where', ['between updates', 'save'])
 def test_resume_after_a_kill_is_bitwise(whole, tmp_path, where):
   config, folder, params = whole
@@ -265,6 +266,7 @@ def test_resume_after_a_kill_is_bitwise(whole, tmp_path, where):
   assert pool_of(config, folder) == pool_of(config, tmp_path)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize('role', [game.VERIFIER, game.SOLVER])
 def test_resume_after_a_signal_takes_what_had_ended(
   whole, tmp_path, monkeypatch, role
@@ -370,6 +372,7 @@ def test_a_frozen_proposer_that_trained_on_is_refused(url, tmp_path):
     train.train(frozen, run)
 
 
+@pytest.mark.long
 def test_the_solver_may_wait(url, tmp_path):
   config = tiny(
     url, **{'selfplay.solver_from': 1, 'train.steps': 2, 'checkpoint.every': 0}
@@ -379,6 +382,7 @@ def test_the_solver_may_wait(url, tmp_path):
   assert 'solver/loss' not in first and 'solver/loss' in second
 
 
+@pytest.mark.long
 def test_further_answers_fill_a_step_up(url, tmp_path):
   config = tiny(
     url,
@@ -411,6 +415,7 @@ def test_a_pool_of_another_config_is_refused(whole, tmp_path, monkeypatch):
     train.train(config, str(tmp_path / 'run'))
 
 
+@pytest.mark.long
 def test_a_step_of_which_no_reward_can_be_used_is_a_step(url, tmp_path):
   config = tiny(url, **{'train.steps': 2, 'algorithm.minibatches': 2})
   config.reward = ConfigDict(

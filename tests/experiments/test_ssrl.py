@@ -143,6 +143,7 @@ def url(tmp_path_factory):
     yield found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize('when', ['always', 'entropy'])
 def test_sim_to_real_is_deterministic_and_counts_what_it_asked(
   url, tmp_path, when

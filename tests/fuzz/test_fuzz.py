@@ -22,6 +22,7 @@ def test_plays():
   assert {'answer', 'eos', 'turns', 'tokens'} <= {*ends}, ends
 
 
+@pytest.mark.long
 def test_packed_rows():
   assert packed.case(short(1)) != 'near a bound'
 

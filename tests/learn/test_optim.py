@@ -49,6 +49,7 @@ def test_schedules():
   )
 
 
+@pytest.mark.long
 def test_adamw_equals_numpy():
   c = config(lr=0.1, b1=0.8, b2=0.9, eps=1e-8, weight_decay=0.01, clip_norm=1.0)
   params = jax.tree.map(jnp.asarray, PARAMS)

@@ -216,6 +216,7 @@ def test_microbatches_cannot_show(aggregation):
       np.testing.assert_allclose(metrics[k], v, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.long
 def test_loss_and_gradient_equal_plain_autodiff():
   c = config(
     **{
@@ -466,6 +467,7 @@ def test_flops_golden():
   assert flops.peak_flops() == 0.0  # a CPU is in no table
 
 
+@pytest.mark.long
 def test_remat_and_bfloat16():
   """Remat cannot show, but in the products of a backward pass; bfloat16
   activations agree to their precision."""

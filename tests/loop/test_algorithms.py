@@ -188,6 +188,7 @@ def test_remax_learns_from_greedy_answers(url, tmp_path):
   assert 'time/greedy' in lines(tmp_path / 'metrics.jsonl')[-1]
 
 
+@pytest.mark.long
 def test_dapo_fills_up_for_groups_of_equal_rewards(url, tmp_path, monkeypatch):
   c = config(url, 'DAPO', 'odd', **{'rollout.refill': 2})
   _, steps, kept = run_twice(c, tmp_path, monkeypatch, 2)
@@ -213,6 +214,7 @@ def test_dapo_fills_up_for_groups_of_equal_rewards(url, tmp_path, monkeypatch):
   assert any(s['batch/groups'] > 4 for s in steps)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   'algorithm, reward, fields',
   [

@@ -68,6 +68,7 @@ def flat(params):
   return decoder.flatten(params)
 
 
+@pytest.mark.long
 def test_a_warm_start_trains_adapters_on_a_base_that_stays(warm):
   c, folder = warm
   found = flat(params_of(c, folder))
@@ -179,6 +180,7 @@ def test_full_training_starts_from_merged_adapters(warm):
   assert not other['layers/q_lora_b'].any()
 
 
+@pytest.mark.long
 def test_a_critic_has_adapters_on_the_same_base(url, tmp_path):
   c = tiny.config(url)
   c.algorithm.update(algorithms.PPO)

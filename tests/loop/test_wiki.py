@@ -160,6 +160,7 @@ def test_the_recipe_trains_a_hugging_face_checkpoint(
   )
 
 
+@pytest.mark.long
 def test_evaluate_takes_a_hugging_face_checkpoint(checkpoint, server, tmp_path):
   flags = [f'--config.{k}={v}' for k, v in SMALL.items()]
   out, _ = command(
@@ -220,6 +221,7 @@ def on_parquet(corpus, path, prompt):
   return c
 
 
+@pytest.mark.long
 def test_search_r1s_parquet_is_read_as_it_is(corpus, server, tmp_path):
   path = parquet(tmp_path / 'train.parquet')
   config = on_parquet(corpus, path, 'as_is')

@@ -110,6 +110,7 @@ def test_loss_and_gradient_are_autodiffs_of_the_clipped_error(clip):
     np.testing.assert_allclose(b, a, rtol=2e-4, atol=1e-6, err_msg=str(path))
 
 
+@pytest.mark.long
 def test_it_learns_returns_and_says_how_much_it_explains():
   c = common.config(**{'critic.clip': 0.0})
   u, batches = make(c), common.microbatches(c)
@@ -124,6 +125,7 @@ def test_it_learns_returns_and_says_how_much_it_explains():
   np.testing.assert_allclose(found[-1]['critic_return'], goal.mean(), rtol=1e-4)
 
 
+@pytest.mark.long
 def test_a_mesh_does_not_show():
   c, p = common.config(), params()
   mesh = sharding.make_mesh(data=2, fsdp=2, tensor=2)

@@ -53,6 +53,7 @@ LOCAL = dataclasses.replace(
 )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize('cfg', [CFG, LOCAL], ids=['global', 'local'])
 @settings(max_examples=10)
 @given(st.integers(0, 10**6))
@@ -125,6 +126,7 @@ def test_cudnn_gets_every_token_of_packed_rows():
   np.testing.assert_array_equal(keys, np.asarray(k)[:, :, [0, 0, 1, 1]])
 
 
+@pytest.mark.long
 def test_the_program_for_hopper_has_packed_attention_forward_and_backward():
   """The pinned JAX lowers it; the compiler is not needed for that."""
   starts = jnp.array([[0, 5, 9, 16], [16, 16, 16, 16]], jnp.int32)

@@ -110,6 +110,7 @@ def test_llama3_scaling_against_its_formula(theta):
   assert len(kinds) == 2  # scaled or not, and in between
 
 
+@pytest.mark.long
 def test_greedy_continuation_of_a_trained_checkpoint(data_dir):
   want = json.loads((GOLDEN / 'stories260K.json').read_text())
   cfg, params = pretrained.load(data_dir / 'stories260K')

@@ -43,6 +43,7 @@ def reference(q, k, v, segments, window=0):
   return jnp.einsum('BNTS,BSNH->BTNH', jax.nn.softmax(s), v)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize('T, window', [(128, 0), (200, 0), (200, 33)])
 def test_values_and_gradients_are_those_of_the_formula(T, window):
   q, k, v = inputs(T)

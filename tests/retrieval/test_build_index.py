@@ -283,6 +283,7 @@ def test_full_disk(source, tmp_path, monkeypatch):
     build(tmp_path, corpus=source, index=['dense_jax'])
 
 
+@pytest.mark.long
 def test_memory_is_constant(tmp_path, monkeypatch):
   rng = np.random.default_rng(0)
   monkeypatch.setattr(  # words would take the time, not the memory
@@ -377,6 +378,7 @@ def test_a_stopped_faiss_index_goes_on(source, tmp_path, monkeypatch):
   assert contents(cut) == contents(whole)
 
 
+@pytest.mark.long
 def test_every_index_opens_and_finds(source, tmp_path, monkeypatch, milvus_url):
   # The real one.
   monkeypatch.setattr('retrieval.index.encoder.Encoder', Encoder)

@@ -168,6 +168,7 @@ def test_one_client_serves_several_event_loops(server):
   assert asyncio.run(closed_and_used_again())[0][0].id == '0'
 
 
+@pytest.mark.long
 def test_loops_that_ended_leave_no_sockets_open(server):
   client = RetrievalClient(server.url, **FAST)
   counts = []

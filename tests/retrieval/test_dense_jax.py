@@ -75,6 +75,7 @@ def maxima(request, monkeypatch):
   return request.param
 
 
+@pytest.mark.long
 @pytest.mark.parametrize('P', [1, 65, 6592])
 def test_float32_is_exact(one, P, maxima, monkeypatch):
   rng = np.random.default_rng(P)
@@ -144,6 +145,7 @@ def test_top_of_a_block_is_exact(columns, c):
   np.testing.assert_array_equal(np.where(valid, at, 0), first * valid)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize('precision', ['float16', 'bfloat16', 'int8'])
 def test_lower_precisions_find_nearly_all(precision, maxima):
   rng = np.random.default_rng(0)
@@ -296,6 +298,7 @@ def test_shapes_alone_give_the_program_of_a_search(tmp_path):
   assert '8x64xi32' in found and found == want
 
 
+@pytest.mark.long
 def test_nothing_compiles_after_the_programs(encoder):
   rng = np.random.default_rng(0)
   vectors = unit(rng.normal(size=(900, 32)))
@@ -324,6 +327,7 @@ def test_wrong_arguments(encoder):
       DenseJax(vectors, encoder).search(['a'], k)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize('precision', PRECISIONS)
 @pytest.mark.parametrize('P', [5, 901])
 def test_every_precision_on_eight_devices(P, precision, maxima):

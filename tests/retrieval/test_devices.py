@@ -54,6 +54,7 @@ def kept(tmp_path_factory):
   return cache
 
 
+@pytest.mark.long
 def test_the_programs_used_last_are_kept_within_a_bound(kept, tmp_path):
   size = sum(f.stat().st_size for f in kept.rglob('*-cache'))
   run(tmp_path, size // 2)

@@ -176,6 +176,7 @@ def kill_at(monkeypatch, count):
   return read
 
 
+@pytest.mark.long
 @pytest.mark.parametrize('at', [0, 100, 700, 1100])
 @pytest.mark.parametrize('factory', FACTORIES)
 def test_what_is_done_is_not_done_again(
@@ -351,6 +352,7 @@ def test_kill_9_and_again_gives_the_same_bytes(
   assert read[0] >= 600 or factory != 'IVF16,Flat'
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != 'linux', reason='reads /proc')
 @pytest.mark.parametrize(
   'factory, share',

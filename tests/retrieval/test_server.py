@@ -46,6 +46,7 @@ def alive(pid):
   return stat.rpartition(')')[2].split()[0] != 'Z'
 
 
+@pytest.mark.long
 def test_a_server_from_its_start_to_the_next_one(corpus_path, tmp_path):
   """Starts, answers, stops; its port is free at once; a kill is survived."""
   log = tmp_path / 'logs' / 'server.log'

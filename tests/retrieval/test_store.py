@@ -52,6 +52,7 @@ def test_a_store_can_be_read_and_stored_again(corpus, corpus_path, tmp_path):
   assert again.sha256 == corpus.sha256
 
 
+@pytest.mark.long
 def test_neither_writing_nor_reading_holds_the_corpus(large, tmp_path):
   """20 MB of text in many batches, and far less anonymous memory."""
   write_store(large, tmp_path / 'warm')  # imports and pools

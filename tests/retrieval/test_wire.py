@@ -88,6 +88,7 @@ def test_a_connection_is_kept_between_requests(quick):
     assert client._transport._pool.connections == [connection]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   'more',
   [

@@ -93,6 +93,7 @@ def test_groups_are_those_of_the_questions_in_order(name):
   assert len({tuple(t.segments[-1].ids) for t in flat}) == len(flat)
 
 
+@pytest.mark.long
 @EVERY
 def test_the_order_of_arrival_cannot_show(name):
   rng = random.Random(0)
@@ -493,6 +494,7 @@ class Counting(FakeEngine):
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize('paused', [0, 4])
 def test_trees_of_two_steps_end_in_the_memory_that_there_is(
   paused, monkeypatch

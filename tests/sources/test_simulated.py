@@ -483,6 +483,7 @@ class Printable:
     return bytes(33 + int(i) for i in ids).decode()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize('slots', [1, 3])
 def test_the_real_engine_serves_a_policy_and_its_simulator(slots):
   """As many trajectories as slots, each paused with a cache of its own."""
@@ -569,6 +570,7 @@ def test_an_absent_server_is_told_at_the_start():
     simulated.make(config(url='localhost', chat=True), seed=0, writer=None)
 
 
+@pytest.mark.long
 def test_a_server_that_is_late_half_of_the_time_earns_no_false_reward():
   release, lock, count = threading.Event(), threading.Lock(), iter(range(99))
 

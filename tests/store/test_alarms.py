@@ -79,6 +79,7 @@ def test_a_collapse_is_named_as_it_begins(name, seed):
   assert set(others.values()) == {0.0}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize('seed', range(5))
 def test_noise_and_slow_change_are_no_collapse(seed):
   slow = {

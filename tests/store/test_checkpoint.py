@@ -322,6 +322,7 @@ ckpt.wait()
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize('background', [False, True])
 def test_a_kill_in_the_middle_of_a_save(tmp_path, background):
   child = subprocess.Popen(

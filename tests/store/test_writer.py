@@ -758,6 +758,7 @@ def test_tensorboard_shows_trajectories_as_text(tmp_path):
   assert event.step == 2
 
 
+@pytest.mark.long
 @pytest.mark.timeout(120)
 def test_wandb_offline(tmp_path, monkeypatch):
   monkeypatch.setenv('WANDB_MODE', 'offline')

@@ -134,6 +134,7 @@ async def sent(url, texts, path):
     await one.close()
 
 
+@pytest.mark.long
 def test_a_server_reads_no_control_token_of_a_policy(hf, tmp_path):
   texts = [('who?', 'Ann', 'it is'), *attacks(hf)]
   with chat_server.serve(lambda body: 'Doc 1 (a): x') as chats:

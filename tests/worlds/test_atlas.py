@@ -112,6 +112,7 @@ def test_progress_by_hand():
 # Of every world.
 
 
+@pytest.mark.long
 @pytest.mark.parametrize('seed', [0, 5])
 @pytest.mark.parametrize('size', [{}, SMALL, dict(known=0)])
 def test_every_answer_is_unique_and_follows_from_the_passages(seed, size):
