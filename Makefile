@@ -112,7 +112,10 @@ test: setup
 	XLA_FLAGS="$(ONE_PART) $(XLA_FLAGS)" $(PY) -m pytest $(WORKERS) $(OPTIMIZED)
 
 test-long: setup
-	XLA_FLAGS="$(TEST_XLA_FLAGS) $(XLA_FLAGS)" $(PY) -m pytest $(WORKERS) -m long
+	XLA_FLAGS="$(TEST_XLA_FLAGS) $(XLA_FLAGS)" \
+	  $(PY) -m pytest $(WORKERS) -m long $(addprefix --ignore=,$(OPTIMIZED))
+	XLA_FLAGS="$(ONE_PART) $(XLA_FLAGS)" \
+	  $(PY) -m pytest $(WORKERS) -m long $(OPTIMIZED)
 
 # Mostly whole files are marked as slow: those that take more than a few seconds.
 test-quick: setup

@@ -208,6 +208,7 @@ def test_cached_equals_full_forward(engine, temperature):
       assert part.ids.tolist() == want[at - 1].argmax(-1).tolist()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize('block', [8, 128])
 def test_local_layers_with_forks_and_cuts(block, monkeypatch):
   """Windows of 7 tokens; what is cut off and said again is as if never said."""
@@ -476,6 +477,7 @@ async def twin(engine, i):
   return out
 
 
+@pytest.mark.long
 def test_what_two_samples_are_given_alike_is_computed_once(monkeypatch):
   monkeypatch.setattr(device, 'PIECE', 16)
   count = 24

@@ -51,6 +51,7 @@ def plain(p, cfg, row, temperature):
   )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(  # every two values meet
   'cfg, temperature, chunk',
   [(CFG, 1.0, 1000), (CFG, 0.6, 10), (UNTIED, 0.6, 1000), (UNTIED, 1.0, 10)],

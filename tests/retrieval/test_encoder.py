@@ -103,6 +103,7 @@ def test_a_vocabulary_alone_will_do(model, copy):
   np.testing.assert_allclose(found, want, atol=1e-6)
 
 
+@pytest.mark.long
 def test_company_and_order_change_nothing(model):
   rng = np.random.default_rng(0)
   texts = [
@@ -160,6 +161,7 @@ def test_shapes_are_those_of_all_batches(model, monkeypatch, cpu, query):
     assert most > 5 or len(met) > len(shapes) / 2  # not a list of anything
 
 
+@pytest.mark.long
 def test_nothing_compiles_after_the_programs(folder):
   model = load(folder, query_length=40)
   rng = np.random.default_rng(0)
