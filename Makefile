@@ -28,7 +28,7 @@ help:
 	@echo 'make quickstart CONTROLS=1  the same, then the control runs'
 	@echo 'make realistic              GRPO of a real language model on real text (hours)'
 	@echo 'make test                   the tests (no network, GPU or torch)'
-	@echo 'make test-long              those of more than 4 s each: kills, memory, meshes'
+	@echo 'make test-long              those of more than 3 s each: kills, memory, meshes'
 	@echo 'make test-quick             a part of make test, in 90 s'
 	@echo 'make fuzz                   random cases for MINUTES=60, by SEED=0'
 	@echo 'make test-parity            installs torch, compares with it live'

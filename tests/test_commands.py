@@ -113,6 +113,7 @@ def test_quickstart_writes_what_it_promises(run):
   assert shown == {name for name, *_ in quickstart.BARS}
 
 
+@pytest.mark.long
 def test_evaluate_on_a_run_and_on_another_world(run):
   folder, _ = run
   out, _ = command(
@@ -128,6 +129,7 @@ def test_evaluate_on_a_run_and_on_another_world(run):
   assert json.loads((where / 'eval_ids.json').read_text())
 
 
+@pytest.mark.long
 def test_ask_prints_the_answer(run):
   folder, _ = run
   out, _ = command(
@@ -189,6 +191,7 @@ def test_help_helps():
     assert f'python -m {name}' in module.__doc__
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   'args, message',
   [
@@ -287,6 +290,7 @@ def test_a_table_for_each_evaluation(capsys):
   assert 'hops=2' in shown and '0.750' in shown and '23.5' in shown
 
 
+@pytest.mark.long
 def test_a_process_exits_with_two(tmp_path):
   status, out, err = process(
     'sft',

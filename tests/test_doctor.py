@@ -117,6 +117,7 @@ def test_tags_that_the_tokenizer_hides_are_a_problem(tmp_path, monkeypatch):
   assert "'</search>'] of the template 'micro'" in found['prompts'][1]
 
 
+@pytest.mark.long
 def test_a_policy_that_answers_its_own_searches_needs_no_service(tmp_path):
   config = tiny.config()
   config.source.module = 'none'

@@ -18,6 +18,7 @@ QUESTIONS = (
 )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize('template', ['base', 'chat', 'boxed', 'plain'])
 @pytest.mark.parametrize('name', ['bpe', 'qwen_tokenizer', 'stories260K'])
 def test_the_chat_template_renders_the_prompts_of_training(

@@ -130,6 +130,7 @@ class _Listed:
     self.config = viewed.config(group=group)
 
 
+@pytest.mark.long
 def test_the_index_of_2000_trajectories_is_small(tmp_path):
   run = tmp_path / 'run'
   viewed.write_run(run, steps=5, count=50, group=8)

@@ -241,6 +241,7 @@ def test_a_server_that_is_not_well_is_started_again(
   assert said in caplog.text
 
 
+@pytest.mark.long
 def test_crashes_within_the_window_are_limited(start):
   with start(max_restarts=2) as server:
     for n in (1, 2):
@@ -268,6 +269,7 @@ def test_a_restart_that_fails_is_a_crash(start, model):
     assert server.restarts == 2 and 'no head 16' in server.failure
 
 
+@pytest.mark.long
 def test_a_restart_succeeds_after_one_that_failed(start, model):
   with start(max_restarts=99) as server:
     (model / 'fate').write_text('refuses')
@@ -333,6 +335,7 @@ def test_a_start_that_fails_shows_the_cause(start, model):
   assert 'ValueError: no head 16' in str(e.value)
 
 
+@pytest.mark.long
 def test_a_start_takes_its_time_and_no_more(start, model):
   (model / 'fate').write_text('sleeps')
   with pytest.raises(SidecarError, match=r'start_timeout_s.*\n  loading'):

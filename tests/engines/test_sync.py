@@ -98,6 +98,7 @@ def test_forward_logps_are_the_decoders():
 # --- Syncs.
 
 
+@pytest.mark.long
 def test_a_good_sync_reports_what_it_loaded():
   engine, params = make_engine(), make_params(1)
   report = verify(engine, params, version=4)

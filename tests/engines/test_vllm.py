@@ -262,6 +262,7 @@ def test_each_server_is_verified(fakes, tmp_path, stale):
 # --- Failures.
 
 
+@pytest.mark.long
 @pytest.mark.parametrize('fault', [503, 500, 429, 'hang'])
 def test_a_request_that_failed_is_sent_again_as_it_was(fake, tmp_path, fault):
   engine = make([fake], tmp_path, timeout=2.0 if fault == 'hang' else 5.0)

@@ -45,6 +45,7 @@ def read(folder, name):
   return json.loads((folder / name).read_text())
 
 
+@pytest.mark.long
 def test_what_selected_a_checkpoint_does_not_report_on_it(url, tmp_path):
   c = config(url, **{'checkpoint.best': 'eval/set=micro/em', 'eval.k': ()})
   c.data.eval.other = dict(c.data.eval.micro, split='train')

@@ -447,6 +447,7 @@ def test_a_field_that_the_schema_gains_drops_no_run(monkeypatch):
   assert run.digest(found, 'grpo', '100') == before
 
 
+@pytest.mark.long
 def test_configs_of_a_phase_have_digests_of_their_own():
   for phase in ('assay', 'tune', 'report', 'stress', 'mixtures'):
     found = arms.get_sweep(phase)

@@ -293,6 +293,7 @@ def test_the_profile_lays_out_observations_as_the_released_code():
   )
 
 
+@pytest.mark.long
 def test_the_profile_evaluates_a_checkpoint_on_their_parquet(server, tmp_path):
   vocabulary = tokenizing.train_bpe(scripted.TEXTS * 4, 330, tmp_path / 'tok')
   cfg = pretrained.decoder_config(

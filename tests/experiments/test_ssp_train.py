@@ -334,6 +334,7 @@ def test_the_other_pairings_learn_too(
     assert (f'{role}/critic_loss' in last) == (how is algorithms.PPO)
 
 
+@pytest.mark.long
 def test_a_frozen_proposer_does_not_learn(whole, url, tmp_path):
   config = tiny(url, **{'selfplay.frozen': True, 'checkpoint.every': 0})
   train.train(config, str(tmp_path))
@@ -357,6 +358,7 @@ def test_a_frozen_proposer_does_not_learn(whole, url, tmp_path):
   assert all(v == {2} for v in weights_behind(whole[1], 'proposer'))
 
 
+@pytest.mark.long
 def test_a_frozen_proposer_that_trained_on_is_refused(url, tmp_path):
   start, run = str(tmp_path / 'start'), str(tmp_path / 'run')
   config = tiny(url, **{'train.steps': 2})

@@ -168,6 +168,7 @@ def test_a_reader_that_cannot_be_asked_is_found_at_the_start(path):
       asyncio.run(reader.check())
 
 
+@pytest.mark.long
 def test_what_a_judge_read_is_kept_and_what_failed_is_asked_again(path):
   def script(body):
     return '{"answer": "early"}' if int(passage(body)) < 2 else 500

@@ -389,6 +389,7 @@ def test_the_absence_of_the_package_is_named(monkeypatch):
     mathematics._Checker().ask('1', '1')
 
 
+@pytest.mark.long
 def test_every_golden_answer_of_math_500_is_itself(data_dir):
   records = json.loads((data_dir / 'math500.json').read_text())
   golds = [r['answer'] for r in records]

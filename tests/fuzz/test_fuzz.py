@@ -17,6 +17,7 @@ def short(n: int) -> random.Random:
   return random.Random(f'short/{n}')
 
 
+@pytest.mark.long
 def test_plays():
   ends = collections.Counter(plays.case(short(n)) for n in range(100))
   assert {'answer', 'eos', 'turns', 'tokens'} <= {*ends}, ends

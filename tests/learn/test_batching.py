@@ -273,6 +273,7 @@ def test_rows_are_filled():
   assert contents(part).keys() == set(range(7))
 
 
+@pytest.mark.long
 @settings(max_examples=10, deadline=None)
 @given(st.integers(0, 10**6), st.sampled_from([1, 8, 32]))
 def test_little_of_a_search_r1_step_is_padding(seed, shards):

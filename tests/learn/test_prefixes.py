@@ -178,6 +178,7 @@ def test_a_tree_below_a_trajectory_is_refused():
     batching.check(config)
 
 
+@pytest.mark.long
 def test_a_model_of_local_layers_alone():
   """Two layers of a period of six. With windows of 3, a token sees 4 back."""
   cfg = dataclasses.replace(LOCAL, n_layers=2, window=3, global_every=6)

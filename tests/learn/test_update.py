@@ -142,6 +142,7 @@ def plain_logps(p, cfg, batch, temperature=1.0):
 
 
 # Blocks: 1; many, padded.
+@pytest.mark.long
 @pytest.mark.parametrize('tied, chunk', [(False, 1000), (True, 10)])
 def test_log_probs_and_their_gradients(tied, chunk):
   """Chunked and gathered = full; the hand-written gradient = autodiff."""
@@ -245,6 +246,7 @@ def test_loss_and_gradient_equal_plain_autodiff():
   close(grads, want, 2e-5)
 
 
+@pytest.mark.long
 def test_empty_rows_change_nothing():
   c = config(**{'batch.lengths': (16,), 'batch.tokens': 16 * 12})
   more = config(**{'batch.lengths': (16,), 'batch.tokens': 16 * 15})
@@ -291,6 +293,7 @@ def test_what_changes_in_a_trajectory_stays_in_it():
   jax.tree.map(np.testing.assert_array_equal, *grads)
 
 
+@pytest.mark.long
 def test_zero_advantages_give_zero_gradients():
   c = config()
   u = updater(c)
@@ -302,6 +305,7 @@ def test_zero_advantages_give_zero_gradients():
   assert not any(np.any(np.asarray(g)) for g in jax.tree.leaves(grads))
 
 
+@pytest.mark.long
 def test_score_is_what_the_step_sees():
   """With scored old log-probs, the first update is on policy: ratio 1."""
   c = config(
@@ -407,6 +411,7 @@ def test_a_bad_number_leaves_the_state_as_it_was(bad):
   assert m['finite'] == 1 and int(state.step) == 2
 
 
+@pytest.mark.long
 def test_twenty_random_steps_compile_nothing():
   c = config(**{'algorithm.minibatches': 2})
   u = updater(c)

@@ -175,6 +175,7 @@ def test_credit_of_searches_reaches_the_critic(url, tmp_path):
     assert s['reward'] == pytest.approx(total, rel=1e-5)
 
 
+@pytest.mark.long
 def test_remax_learns_from_greedy_answers(url, tmp_path):
   c = config(url, 'REMAX', 'odd', **{'rollout.group': 1, 'train.steps': 2})
   train.train(c, str(tmp_path))
@@ -254,6 +255,7 @@ def by_turns(record):
   return turns
 
 
+@pytest.mark.long
 def test_an_advantage_by_dotted_path_sees_turns(url, tmp_path):
   c = config(url, 'REINFORCE', 'shortness', **{'train.steps': 2})
   c.algorithm.advantage = 'tests.tiny.first_turn'
@@ -277,6 +279,7 @@ def test_an_advantage_by_dotted_path_sees_turns(url, tmp_path):
   assert np.isfinite(lines(tmp_path / 'metrics.jsonl')[-1]['train/loss'])
 
 
+@pytest.mark.long
 def test_turns_are_compared_with_those_of_their_number(url, tmp_path):
   c = config(url, 'REINFORCE', 'by_turn', **{'train.steps': 1})
   c.algorithm.advantage = 'turn_normalised'

@@ -154,6 +154,7 @@ def test_trees_of_steps_ahead_are_used_whole(url, tmp_path):
   assert parted
 
 
+@pytest.mark.long
 def test_a_sampler_of_ones_own_is_given_the_rewards_of_the_config(
   url, tmp_path
 ):

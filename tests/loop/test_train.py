@@ -258,6 +258,7 @@ def test_a_failed_sync_loses_nothing_of_its_step(url, tmp_path, monkeypatch):
   assert steps[-2:] == [0, 1]
 
 
+@pytest.mark.long
 def test_more_steps_continue_as_if_they_had_been_asked_for(whole, tmp_path):
   config, folder, params = whole
   fewer = config.copy_and_resolve_references()
@@ -308,6 +309,7 @@ def test_what_a_config_names_by_path_is_compared_at_a_resume(url, tmp_path):
   train.train(config, folder)
 
 
+@pytest.mark.long
 def test_a_second_start_at_any_moment_touches_nothing(
   url, tmp_path, monkeypatch
 ):
@@ -411,6 +413,7 @@ def test_a_signal_saves_first(url, tmp_path, monkeypatch):
   assert checkpoint.of_run(config, str(tmp_path)).latest() == 1
 
 
+@pytest.mark.long
 def test_a_dead_service_stops_the_run_and_saves(tmp_path):
   config = tiny.config()
   config.source.attempts = 1
@@ -475,6 +478,7 @@ class AlwaysSearching:
     return dataclasses.replace(state, pending=action), action
 
 
+@pytest.mark.long
 def test_a_loss_that_is_not_finite_stops_with_the_batch(
   url, tmp_path, monkeypatch
 ):
@@ -703,6 +707,7 @@ def test_rollouts_run_ahead_and_say_which_weights_wrote_what(stale):
     } <= s.keys()
 
 
+@pytest.mark.long
 def test_a_killed_run_uses_what_had_ended_once(url, tmp_path, monkeypatch):
   """Trajectories of the checkpoint are those trained on, not others."""
   config = tiny.config(url)

@@ -43,6 +43,7 @@ def plain(p, batch):
   return pack(jnp.pad(value[:, :-1], ((0, 0), (1, 0))))
 
 
+@pytest.mark.long
 def test_a_fresh_critic_is_the_backbone_and_says_zero():
   policy = common.params(tied=False)
   found = critic.init(policy, CFG)
@@ -60,6 +61,7 @@ def test_a_fresh_critic_is_the_backbone_and_says_zero():
     assert not make(c).output(found, b).any()
 
 
+@pytest.mark.long
 def test_values_are_those_of_the_hidden_states_before():
   c, p = common.config(), params()
   for b in common.microbatches(c):

@@ -125,6 +125,7 @@ def test_an_update_trains_adapters_alone(mesh):
     assert np.abs(x - decoder.flatten(trained)[name]).max() > 0, name
 
 
+@pytest.mark.long
 def test_frozen_parameters_are_stored_in_their_dtype():
   cfg = dataclasses.replace(
     CFG, dtype='bfloat16', lora=dataclasses.replace(LORA, dtype='bfloat16')

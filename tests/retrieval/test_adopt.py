@@ -144,6 +144,7 @@ def test_an_index_of_this_folder_keeps_its_lists(source, tmp_path):
   assert after == before
 
 
+@pytest.mark.long
 def test_lossy_index_gives_no_vectors(source, right, tmp_path):
   path = write_faiss(tmp_path / 'pq.index', right, 'IVF4,PQ16x4')
   take(tmp_path, source, path)

@@ -278,6 +278,7 @@ fuzz = settings(
 )
 
 
+@pytest.mark.long
 @fuzz
 @given(near_requests | json_values)
 @example({'queries': ['\ud800'], 'topk': 10**400})

@@ -333,6 +333,7 @@ build_index.run(flag_values({out!r}, corpus={source!r}, index={index!r}))
 """
 
 
+@pytest.mark.long
 def test_kill_9_and_again_gives_the_same_bytes(source, tmp_path):
   cut, whole = tmp_path / 'cut', tmp_path / 'whole'
   index = ['bm25', 'dense_jax', 'dense_faiss:Flat']

@@ -727,6 +727,7 @@ def test_an_open_circuit_ends_at_the_deadline(monkeypatch):
   asyncio.run(run())
 
 
+@pytest.mark.long
 def test_a_dead_server_is_probed_by_one_of_many():
   """Forty callers, and after the first wave one at a time."""
   with Faults(b'') as faults:

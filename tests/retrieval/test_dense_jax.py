@@ -119,6 +119,7 @@ def test_a_shorter_list_begins_a_longer_one():
     assert np.array_equal(index.search_vectors(q, k)[0], long[:, :k])
 
 
+@pytest.mark.long
 def test_many_queries_and_none(maxima):
   rng = np.random.default_rng(0)
   vectors = unit(rng.normal(size=(200, 16)))
@@ -261,6 +262,7 @@ def encoder(tmp_path_factory):
   return Encoder(folder, query_length=24, passage_length=48)
 
 
+@pytest.mark.long
 def test_search_is_encoding_then_searching(encoder, one):
   texts = [
     f'{a} {b}'

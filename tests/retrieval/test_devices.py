@@ -71,6 +71,7 @@ def test_a_program_that_a_kill_left_without_its_time_stops_no_other(kept):
   assert programs(kept) == found
 
 
+@pytest.mark.long
 def test_programs_are_kept_for_the_next_process(kept):
   found = programs(kept)
   assert len(found) == 8

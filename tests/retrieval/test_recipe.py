@@ -92,6 +92,7 @@ def hubbed(hub_server, tmp_path, monkeypatch):
   return hub_server.url
 
 
+@pytest.mark.long
 def test_the_recipe_for_wiki_18_works_as_it_stands(hubbed, tmp_path):
   *made, serve, ask, curl = commands('Wiki-18')
   for command in made:

@@ -188,6 +188,7 @@ def test_a_token_that_is_none(corpus_path, tmp_path, content):
   assert content == '' or content not in done.stderr
 
 
+@pytest.mark.long
 def test_recorded_answers_are_replayed_without_the_corpus(
   corpus_path, tmp_path
 ):
@@ -309,6 +310,7 @@ def test_several_indexes_are_fused_and_reranked(folder, tmp_path, monkeypatch):
   assert 'stage="rerank"' in metrics
 
 
+@pytest.mark.long
 def test_a_folder_that_does_not_fit_is_refused(folder, tmp_path):
   path, encoder, _ = folder
   for said, flags in (
@@ -437,6 +439,7 @@ def test_a_warm_up_that_fails_ends_the_start(corpus_path, tmp_path):
   assert not (tmp_path / 'port').exists()
 
 
+@pytest.mark.long
 def test_sigterm_finishes_what_it_took(corpus_path, tmp_path):
   # Waiting for others stands for a slow search: 2 s, since a busy machine
   # takes its time to connect. The health says when all are taken.
@@ -537,6 +540,7 @@ def test_large_requests_over_http(server):
   assert len(slow.json()['result'][0]) == 3
 
 
+@pytest.mark.long
 def test_retrieval_never_imports_the_trainer():
   for path in (ROOT / 'retrieval').glob('*.py'):
     assert 'searchrl_jax' not in path.read_text(), path

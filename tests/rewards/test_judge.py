@@ -185,6 +185,7 @@ def test_what_an_answer_provokes_earns_nothing_and_excuses_nobody(said):
   np.testing.assert_array_equal(found.parts['unusable'], [1, 0])
 
 
+@pytest.mark.long
 def test_a_judge_that_gives_no_verdict_is_found_at_the_start():
   for said, kind in (
     ('who knows', 'unusable'),

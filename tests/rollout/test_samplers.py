@@ -456,6 +456,7 @@ def test_a_later_round_parts_from_leaves_of_the_one_before():
   assert roots > {'0'} and roots <= {'0', '1', '2'}
 
 
+@pytest.mark.long
 def test_nodes_are_drawn_evenly():
   found = play('tree', group=90, trees=1)
   drawn = [t.meta['node'] for g in found.groups for t in g[1:]]

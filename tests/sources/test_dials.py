@@ -183,6 +183,7 @@ def test_more_of_a_dial_changes_what_less_changed_too():
   }
 
 
+@pytest.mark.long
 def test_the_same_in_another_process():
   code = f'from tests.sources.test_dials import *; print(ask(MANY, **{ALL}))'
   done = subprocess.run(

@@ -236,6 +236,7 @@ _REFUSED = (
 )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize('said', _REFUSED)
 def test_a_server_that_refuses_every_query_has_failed(said):
   with chat_server.serve(lambda body: said) as chats:
@@ -246,6 +247,7 @@ def test_a_server_that_refuses_every_query_has_failed(said):
   assert isinstance(found, SearchError) and found.kind == 'rejected'
 
 
+@pytest.mark.long
 @pytest.mark.parametrize('said', _REFUSED)
 def test_what_a_query_provokes_of_a_server_is_an_empty_result(said):
   """And what fails the same server is an error."""

@@ -66,6 +66,7 @@ def assert_same(a, b):
     assert raw(x) == raw(y)
 
 
+@pytest.mark.long
 def test_round_trip_is_bitwise_and_keeps_structure(tmp_path):
   ckpt = checkpoint.Checkpointer(tmp_path / 'c', 1, '')
   tree = state()

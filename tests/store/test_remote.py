@@ -205,6 +205,7 @@ def test_files_of_a_run_go_there_and_come_back(bucket, tmp_path, monkeypatch):
   assert not os.path.exists(f'{reader}/a/step_00000000.parquet')
 
 
+@pytest.mark.long
 @gcs.needed
 def test_checkpoints_at_a_bucket_are_complete_or_absent(bucket, monkeypatch):
   folder = remote.open_run(f'{bucket}/runs/saved', writes=True)

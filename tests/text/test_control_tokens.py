@@ -160,6 +160,7 @@ def test_a_server_reads_no_control_token_of_a_policy(hf, tmp_path):
   assert control(hf, [turn]) > control(hf, [turn | {'content': 'x'}])
 
 
+@pytest.mark.long
 def test_a_payload_is_lossless_and_no_normal_form_spells_a_token():
   every = ''.join(
     map(chr, itertools.chain(range(0xD800), range(0xE000, sys.maxunicode + 1)))

@@ -212,6 +212,7 @@ def test_false_values_are_of_the_kind_and_false(world):
         )
 
 
+@pytest.mark.long
 def test_the_same_in_another_process(world, traces):
   digest = lambda x: hashlib.sha256(repr(x).encode()).hexdigest()
   code = f"""
