@@ -126,8 +126,10 @@ def model(have) -> str:
   named = parameters.names_shape(have.config)
   if not (named or have.tok):
     raise Skipped('it needs tokenizer')
-  sizes = have.tok and (have.tok.vocab_size, have.tok.needed)
-  have.cfg = parameters.model_config(have.config, *(sizes or (1,)))
+  sizes = [1]  # a shape by name has a vocabulary of its own
+  if have.tok:
+    sizes = [have.tok.vocab_size, have.tok.needed]
+  have.cfg = parameters.model_config(have.config, *sizes)
   have.opener.cfg = have.cfg
   return f'{have.cfg.n_params:,} parameters'
 

@@ -63,7 +63,7 @@ def run(tmp_path):
 
 @pytest.mark.parametrize('source', ['service', 'simulated'])
 def test_the_card_has_the_figures_of_real_searches(run, source):
-  """A simulator is told the golden answers."""
+  """A simulated search engine reads the golden answers of the question."""
   config = tiny.config()
   config.source.module = source
   card = export.model_card(config, str(run), 2, False)

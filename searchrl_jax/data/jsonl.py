@@ -140,11 +140,11 @@ def _titled(record, where: str, **about) -> dict:
   """Of a question whose supporting paragraphs have titles, not corpus ids."""
   keys = ('_id', 'question', 'supporting_facts')
   name, text, facts = _required(record, where, *keys)
+  what = f'{where}: supporting_facts are {facts!r:.60}, not [title, sentence]'
   if isinstance(facts, str):
-    facts = checks.unpacked(facts, f'{where}: supporting_facts {facts!r:.60}')
+    facts = checks.unpacked(facts, what)
   if isinstance(facts, dict) and isinstance(facts.get('title'), list):
     facts = [(title, None) for title in facts['title']]  # as `datasets` has it
-  what = f'{where}: supporting_facts are {facts!r:.60}, not [title, sentence]'
   pair = lambda x: isinstance(x, (list, tuple)) and len(x) == 2
   good = isinstance(facts, list) and all(pair(x) for x in facts)
   require(good and all(isinstance(title, str) for title, _ in facts), what)
@@ -166,12 +166,11 @@ def two_wiki(record: Mapping[str, Any], where: str) -> dict:
 def musique(record: Mapping[str, Any], where: str) -> dict:
   keys = ('id', 'question', 'paragraphs')
   name, text, paragraphs = _required(record, where, *keys)
+  what = f'{where}: the paragraphs are {paragraphs!r:.60}, no list of objects'
   if isinstance(paragraphs, str):
-    paragraphs = checks.unpacked(paragraphs, f'{where}: the paragraphs')
-  objects = isinstance(paragraphs, list) and all(
-    isinstance(p, dict) for p in paragraphs
-  )
-  require(objects, f'{where}: the paragraphs are no list of objects')
+    paragraphs = checks.unpacked(paragraphs, what)
+  good = isinstance(paragraphs, list)
+  require(good and all(isinstance(p, dict) for p in paragraphs), what)
   titles = [p.get('title') for p in paragraphs if p.get('is_supporting')]
   good = all(isinstance(title, str) for title in titles)
   require(good, f'{where}: a supporting paragraph has no title')

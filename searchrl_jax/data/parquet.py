@@ -13,7 +13,6 @@ be written as text (JSON, or Python's form).
 """
 
 from collections.abc import Mapping
-import contextlib
 from typing import Any
 
 import pyarrow as pa
@@ -83,18 +82,10 @@ def load(
 
 def make(record: Mapping, where: str, row: int, prompt: str) -> Question:
   """Makes the Question of one row."""
-  about = record.get('metadata')
-  if isinstance(about, str):
-    with contextlib.suppress(DataError):
-      about = checks.unpacked(about, where)
-    about = about if isinstance(about, dict) else None  # free text
+  record = {**record, 'metadata': _metadata(record.get('metadata'))}
   extra, reward, metadata = (
-    mapping(value, f'{where}: {column}')
-    for column, value in (
-      ('extra_info', record.get('extra_info')),
-      ('reward_model', record.get('reward_model')),
-      ('metadata', about),
-    )
+    mapping(record.get(column), f'{where}: {column}')
+    for column in ('extra_info', 'reward_model', 'metadata')
   )
   source = str(record.get('data_source') or '')
   names = (record.get('id'), extra.get('index'), row)
@@ -128,6 +119,17 @@ def make(record: Mapping, where: str, row: int, prompt: str) -> Question:
     messages=messages,
     meta={'split': extra['split']} if extra.get('split') else {},
   )
+
+
+def _metadata(value: Any) -> Any:
+  """The object that a text holds; None for a free text, which is not read."""
+  if not isinstance(value, str):
+    return value
+  try:
+    found = checks.unpacked(value, '')
+  except DataError:  # it begins like an object
+    return None
+  return found if isinstance(found, dict) else None
 
 
 def _messages(value: Any, where: str) -> tuple[Mapping[str, str], ...]:

@@ -351,7 +351,7 @@ def gather(what: str, work: Callable[[], T]) -> list[T]:
   try:
     found = world.exchange(what, (value, failure))
   except ProcessError as e:
-    # What has kept this process from the others' call.
+    # The error that kept this process from making the call of the others.
     if error is not None and not isinstance(error, (ProcessError, Stopped)):
       raise error from e
     raise

@@ -160,7 +160,7 @@ def asked(
   wanted = files.read_manifest(manifest) if manifest else None
   sets = data.load_sets(config.data.eval, config.data)
   if wanted:
-    # What it decides; it also says who wrote it, and when.
+    # These decide the result; its commit, judge and checkpoint do not.
     decides = {name: wanted[name] for name in ('sets', 'corpus')}
     about['--manifest'] = folders.digest(decides)
     sets = files.frozen(sets, wanted, manifest)

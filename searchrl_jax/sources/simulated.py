@@ -229,7 +229,7 @@ def make(config: ConfigDict, *, seed: int, writer, **_) -> SimulatedSource:
 def _passage(match: re.Match, name: str) -> types.Passage:
   fields = {'title': '', 'text': match.group(1) or '', **match.groupdict('')}
   title, text = (' '.join(fields[f].split()) for f in ('title', 'text'))
-  # Of another query, another document.
+  # Different documents have different ids, whatever query they were for.
   content = f'{title}\0{text}'.encode('utf-8', 'surrogatepass')
   digest = hashlib.sha256(content).hexdigest()[:12]
   return types.Passage(f'simulated-{name}-{digest}', title, text)

@@ -116,6 +116,7 @@ def _found(sign: Sign, seen: collections.deque) -> str:
   windows = np.lib.stride_tricks.sliding_window_view(values, WINDOW)
   *before, now = np.median(windows, axis=1).tolist()
   before = before[: 1 - WINDOW]  # windows that share no step with the last
+  # There may be none before it where a limit does not depend on them.
   best = max(before, default=0.0) if sign.falls else min(before, default=0.0)
   limit = sign.factor * best + sign.margin
   noise = NOISE * np.median(np.abs(np.diff(values)))

@@ -54,7 +54,7 @@ from searchrl_jax.store import (
 from searchrl_jax.types import Group, Rewards
 
 # Fields that may differ between the processes of a run: where each runs, what
-# it prints, how long and often it asks a service. Process 0 decides on time.
+# it prints, how long and often it asks a service. Process 0 times the run.
 _OWN = (
   'log', 'source.url', 'source.simulator.url', 'data.dir', 'judge.url',
   'train.seconds', 'sft.seconds', 'checkpoint.keep',

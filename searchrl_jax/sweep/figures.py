@@ -90,6 +90,9 @@ def paired(a: Mapping[str, float], b: Mapping[str, float]) -> Interval | None:
   return over_worlds(differences) if differences else None
 
 
+RESAMPLES = 10_000  # of a bootstrap
+
+
 def interquartile(worlds: Sequence[Sequence[float]]) -> Interval:
   """The mean of the middle half of all runs, and its stratified bootstrap.
 
@@ -103,7 +106,7 @@ def interquartile(worlds: Sequence[Sequence[float]]) -> Interval:
     worlds,
     _middle,
     vectorized=True,
-    n_resamples=10_000,
+    n_resamples=RESAMPLES,
     method='percentile',
     rng=np.random.default_rng(0),
   ).confidence_interval

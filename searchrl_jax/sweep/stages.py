@@ -105,7 +105,7 @@ def done(sweep: Sweep, stage: str, workdir: pathlib.Path) -> bool:
   free = tuple(f'{x}.' for x in (UNREAD if isinstance(one, Start) else ()))
   for field, (old, new) in lookup.differences(before, now).items():
     moved = field in sweep.needs(stage) and _within(old) == _within(new)
-    # A run may go on to another time; one that is done has ended at its own.
+    # Where a finished warm start ended depends on sft.seconds.
     other = field != 'sft.seconds' and writer.is_free(field)
     lookup.require(
       moved or other or f'{field}.'.startswith(free),

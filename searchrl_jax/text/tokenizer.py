@@ -141,15 +141,15 @@ class Tokenizer:
     special = {self._added[i]: i for i in self.control}
     ends = [hf.eos_token_id, *eos, *map(special.get, END_OF_TURN)]
     self.eos_ids = tuple(dict.fromkeys(int(i) for i in ends if i is not None))
-    shown = str(hf.chat_template or '')
-    used = {i for i in self.control if self._added[i] in shown}
-    unused = self.control - used.union(self.eos_ids, [hf.bos_token_id])
-    self.needed = self.vocab_size
-    while self.needed - 1 in unused:
-      self.needed -= 1
     fix = 'name one in tokenizer_config.json'
     require(self.eos_ids, f'tokenizer {path}: no eos_token; {fix}')
     self.bos_id = hf.bos_token_id
+    shown = str(hf.chat_template or '')
+    used = {i for i in self.control if self._added[i] in shown}
+    unused = self.control - used.union(self.eos_ids, [self.bos_id])
+    self.needed = self.vocab_size
+    while self.needed - 1 in unused:
+      self.needed -= 1
     opening = hf.encode('', add_special_tokens=True)
     self._opening = [i for i in opening if i == self.bos_id][:1]
 

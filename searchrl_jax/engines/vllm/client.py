@@ -329,9 +329,9 @@ class VllmEngine(core.Engine):
     while True:
       if not probe:
         await self._open.wait()
-      servers_ = [only] if only else self._servers
-      lost = [s.recovery() for s in servers_ if not s.ready]
-      ready = [s for s in servers_ if s.ready]
+      allowed = [only] if only else self._servers
+      lost = [s.recovery() for s in allowed if not s.ready]
+      ready = [s for s in allowed if s.ready]
       if ready:
         if handle.home not in ready:
           handle.move(min(ready, key=lambda s: (s.calls, s.handles)))
