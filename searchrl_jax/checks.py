@@ -41,6 +41,11 @@ def check(config: ConfigDict) -> None:
   batching.check(config)
   samplers.sampler(r)
   lookup.require(
+    env.max_contexts == 1 or r.sampler != 'tree',
+    f"config.rollout.sampler='tree' with env.max_contexts={env.max_contexts}: "
+    'leaves share what one sequence held; use 1 or chains',
+  )
+  lookup.require(
     r.top_p >= 1 and r.top_k <= 0,
     f'config.rollout.top_p={r.top_p}, top_k={r.top_k}: the trainer scores with '
     'the whole distribution; use 1 and 0 (config.eval.top_p may truncate)',

@@ -49,7 +49,8 @@ RANGES = (
     'source.k source.attempts rollout.questions rollout.group batch.tokens '
     'rollout.search_attempts batch.head_chunk algorithm.epochs engine.slots '
     'engine.max_len engine.chunk engine.prefill_rows engine.attempts '
-    'env.max_turn_tokens env.max_tokens sft.rows eval.n eval.bootstrap '
+    'env.max_turn_tokens env.max_tokens env.max_contexts env.attempts '
+    'sft.rows eval.n eval.bootstrap '
     'judge.attempts judge.concurrency judge.max_tokens '
     'source.simulator.attempts '
     'source.simulator.concurrency source.simulator.max_tokens '
@@ -58,7 +59,8 @@ RANGES = (
     'at least 1',
   ),
   (
-    'env.max_turns rollout.concurrency rollout.refill rollout.max_staleness '
+    'env.max_turns env.keep_observations env.max_note_tokens '
+    'rollout.concurrency rollout.refill rollout.max_staleness '
     'rollout.mismatch_alarm critic.lr critic.clip critic.warmup optim.warmup '
     'sft.warmup eval.questions eval.temperature eval.every checkpoint.every '
     'train.seconds sft.seconds log.trajectories_every model.lora.rank '
@@ -187,6 +189,15 @@ def base() -> ConfigDict:
   # notes (Search-R1's state_masking=false), with the
   # trainer's old log-probs and weight 1.
   c.env.train_observations = False
+  # Contexts of a trajectory, at most. 1: what it holds only grows. Then what
+  # begins a new one (`text.env`); limits of tokens hold for each.
+  c.env.max_contexts = 1
+  c.env.keep_observations = 0  # the newest that stay; 0 = all
+  c.env.dropped = ''  # what older ones show instead
+  c.env.on_full = ''  # the block that is asked for, to go on with; '' = end
+  c.env.on_answer = ''  # the block that is asked for between two attempts
+  c.env.attempts = 1  # at the question, one after another; the last one counts
+  c.env.max_note_tokens = 0  # sampled tokens of such a block
 
   c.source.module = 'service'
   c.source.url = ''  # of a running server; '' = start one over `corpus`
@@ -274,7 +285,9 @@ def base() -> ConfigDict:
   c.rollout.group = 8  # trajectories of one question
   # What samples the groups in training: a module of searchrl_jax.rollout, or
   # the dotted path of a function. Evaluation always samples chains.
-  c.rollout.sampler = 'chains'  # chains, tree
+  c.rollout.sampler = 'chains'  # chains, tree, sessions
+  c.rollout.program = ''  # that plays (sampler='sessions'): a.function, or ./it
+  c.rollout.program_seconds = 600.0  # of one trajectory
   c.rollout.trees = 2  # of a group (sampler='tree')
   c.rollout.rounds = 1  # of expansions of a tree, see rollout/tree.py
   c.rollout.temperature = 1.0

@@ -5,7 +5,7 @@ group, T tokens, P passages, n tokens of a segment. This module does not import
 JAX.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 import dataclasses
 from typing import Any, NamedTuple
 
@@ -79,6 +79,43 @@ def joined(segments: tuple[Segment, ...], new: Segment) -> tuple[Segment, ...]:
   return (*segments[:-1], dataclasses.replace(last, **whole))
 
 
+def length(segments: Sequence[Segment]) -> int:
+  """The number of their tokens."""
+  return sum(len(s.ids) for s in segments)
+
+
+def cut(
+  segments: Sequence[Segment], start: int, stop: int | None = None
+) -> tuple[Segment, ...]:
+  """The segments of tokens start <= t < stop."""
+  out, at = [], 0
+  for s in segments:
+    part = slice(max(start - at, 0), None if stop is None else stop - at)
+    at += len(s.ids)
+    if at <= start or stop is not None and part.stop <= 0:
+      continue
+    columns = {f: getattr(s, f) for f in ('ids', 'logps', 'versions')}
+    cut_ = {f: x[part] for f, x in columns.items() if x is not None}
+    out.append(dataclasses.replace(s, **cut_))
+  return tuple(out)
+
+
+@dataclasses.dataclass(frozen=True)
+class Context:
+  """Where a trajectory went on from other tokens than all that it had so far.
+
+  Attributes:
+    start: tokens of `Trajectory.segments` before it.
+    prompt: int32 [n], the tokens that it began with, in place of those: what
+      was kept of them and what the environment put beside it.
+    reason: dropped (old observations), or the block that was asked for.
+  """
+
+  start: int
+  prompt: np.ndarray
+  reason: str
+
+
 @dataclasses.dataclass(frozen=True)
 class Passage:
   id: str
@@ -133,7 +170,12 @@ class SearchError:
 
 @dataclasses.dataclass(frozen=True)
 class Trajectory:
-  """One attempt at one question."""
+  """One attempt at one question.
+
+  `segments` has each token once, in the order in which it was written. The
+  sequence that a token follows is in `rows`: usually all before it, after a
+  change of context what that began with and what was written since.
+  """
 
   question: Question
   segments: tuple[Segment, ...]
@@ -147,6 +189,7 @@ class Trajectory:
   # Segments to train on when they differ from those it was sampled with
   # (e.g. a hint that it was sampled with but is not trained with).
   train_context: tuple[Segment, ...] | None = None
+  contexts: tuple[Context, ...] = ()  # after the first, in order
   meta: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   # What it took to sample it, by the counters of `rollout.core.RolloutStats`:
   # for a later start of its step. In no file but a checkpoint.
@@ -161,6 +204,8 @@ class Trajectory:
   def __post_init__(self):
     if self.end not in ENDS:
       raise ValueError(f'Trajectory.end={self.end!r} is none of {ENDS}')
+    if self.contexts and self.train_context is not None:
+      raise ValueError('a trajectory with contexts has no train_context')
 
   def __getstate__(self):
     # An environment, and what it read, belong to their process.
@@ -179,12 +224,25 @@ class Trajectory:
     """The segments that the trainer sees."""
     return self.segments if self.train_context is None else self.train_context
 
+  @property
+  def rows(self) -> tuple[tuple[Segment, ...], ...]:
+    """The sequences that the trainer sees, one for each context: the prompt
+    of a context, and the part of `trained` that was written in it."""
+    if not self.contexts:
+      return (self.trained,)
+    out = [cut(self.trained, 0, self.contexts[0].start)]
+    ends = [*(c.start for c in self.contexts[1:]), None]
+    for context, end in zip(self.contexts, ends):
+      prompt = Segment(context.prompt, 'prompt', 'other')
+      out.append((prompt, *cut(self.trained, context.start, end)))
+    return tuple(out)
+
   def calls(self, tool: str) -> tuple[SearchResult | SearchError, ...]:
     """What a tool answered, in order; that of SEARCH is what was searched."""
     return tuple(s for s in self.searches if s.request.tool == tool)
 
   def __len__(self) -> int:
-    return sum(len(s.ids) for s in self.segments)
+    return length(self.segments)
 
 
 Group = tuple[Trajectory, ...]  # the G trajectories of one question
@@ -203,6 +261,19 @@ class Rewards:
   at: str = 'trajectory'
   # name -> float [B], what the reward is made of, for the log
   parts: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
+
+
+class Lines(NamedTuple):
+  """How the contexts of trajectories are joined: by entry of a `Batch`.
+
+  The line of a trajectory has its contexts one after another, with their
+  prompts. Its number is that of the trajectory's first entry in the shard.
+  """
+
+  line: np.ndarray  # int32 [N], of the entry's trajectory
+  column: np.ndarray  # int32 [N], where it begins in the line
+  prompt: np.ndarray  # int32 [N], tokens of the context's prompt
+  start: np.ndarray  # int32 [N], tokens of `Trajectory.trained` before it
 
 
 class PrefixTree(NamedTuple):
@@ -226,7 +297,8 @@ class Batch:
 
   A row holds up to N / B trajectories one after another, without gaps, and
   padding after the last. Those of row b are entries b N / B to (b + 1) N / B
-  of the arrays [N], in their order in the row.
+  of the arrays [N], in their order in the row. A trajectory of several contexts
+  has an entry for each, all in one shard (`lines`).
 
   Loss positions are target positions: mask[b, t] says that token t is in the
   loss, predicted from the tokens of its trajectory before t, so the first
@@ -242,9 +314,20 @@ class Batch:
   owner: np.ndarray  # int32 [N], index of the trajectory; -1 = none
   # Where equal beginnings are computed once; None: each row is computed.
   tree: PrefixTree | None = None
+  lines: Lines | None = None  # None: each trajectory has one context
+
+  def parts(self) -> Iterator[tuple[int, tuple[int, slice], slice]]:
+    """Like `spans`, without the prompts of further contexts, and where the
+    tokens are in arrays of the trajectory's own length."""
+    entries = np.flatnonzero(self.owner >= 0).tolist()
+    for n, (owner, (row, span)) in zip(entries, self.spans()):
+      prompt = 0 if self.lines is None else int(self.lines.prompt[n])
+      start = 0 if self.lines is None else int(self.lines.start[n])
+      span = slice(span.start + prompt, span.stop)
+      yield owner, (row, span), slice(start, start + span.stop - span.start)
 
   def spans(self) -> Iterator[tuple[int, tuple[int, slice]]]:
-    """Each trajectory: its index, and where its tokens are in arrays [B, T]."""
+    """Each entry: its trajectory, and where its tokens are in arrays [B, T]."""
     places = len(self.owner) // len(self.ids)
     for n in np.flatnonzero(self.owner >= 0).tolist():
       start = int(self.starts[n])

@@ -36,7 +36,7 @@ from searchrl_jax import lookup, read
 from searchrl_jax.run import command
 from searchrl_jax.store import records
 from searchrl_jax.store.records import Record, RunError
-from searchrl_jax.types import SEARCH, SearchError
+from searchrl_jax.types import SEARCH, Context, SearchError
 
 PAGE = pathlib.Path(__file__).with_suffix('.html')
 INDEX, LIVE = 'index.js', 'live.js'
@@ -201,7 +201,10 @@ def _trajectory(run: read.Run, record: Record, row: Mapping) -> dict[str, Any]:
 def _segments(run: read.Run, record: Record, trained: bool) -> Iterator[dict]:
   """The segments of a sequence; see `_column` for what is by token."""
   whole, end = trained or record.trajectory.train_context is None, 0
+  contexts = [*record.trajectory.contexts]
   for n, (s, logps, advantages) in enumerate(read.by_segment(record, trained)):
+    while contexts and contexts[0].start <= end:
+      yield _context(run, contexts.pop(0))
     begin, end, earned = end, end + len(s.ids), None
     if whole and record.earned is not None:
       by_token = slice(begin, end) if record.earned_at == 'token' else n
@@ -217,6 +220,19 @@ def _segments(run: read.Run, record: Record, trained: bool) -> Iterator[dict]:
       'advantages': _column(advantages),
       'versions': _column(s.versions, '<i4'),
     }
+
+
+def _context(run: read.Run, context: Context) -> dict[str, Any]:
+  """What a context began with, as a segment that stands before it."""
+  none = dict.fromkeys(('earned', 'logps', 'trainer', 'advantages', 'versions'))
+  return none | {
+    'author': 'prompt',
+    'kind': f'context_{context.reason}',
+    'agent': '',
+    'train': False,
+    'text': run.pieces(context.prompt),
+    'ids': _base64(context.prompt, '<i4'),
+  }
 
 
 def _column(values: np.ndarray | None, kind: str = '<f2') -> Any:

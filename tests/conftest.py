@@ -167,6 +167,7 @@ def programs():
     fields = config.to_dict().items()
     found = {k: v for k, v in fields if k not in _NOT_COMPILED}
     found['rollout'] = config.rollout.temperature
+    found['contexts'] = config.env.max_contexts
     if config.optim.schedule == 'constant':  # of whatever number of updates
       found['train'] = None
     return found

@@ -19,7 +19,8 @@ from tests.conftest import ROOT
 WINGS = ('aot', 'doctor', 'read', 'view', 'sweep')
 ORDER = """
   types lookup devices schema store models engines text data sources rewards
-  worlds rollout run learn checks evaluate export fetch prune sft ask train
+  worlds endpoint rollout run learn checks evaluate export fetch prune sft ask
+  train
 """.split()
 ORDER += WINGS
 RETRIEVAL_ORDER = """

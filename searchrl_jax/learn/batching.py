@@ -18,6 +18,7 @@ never crosses devices. config.batch.tokens counts the tokens of one of them.
 
 from collections.abc import Mapping, Sequence
 import dataclasses
+import itertools
 import math
 from typing import NamedTuple
 
@@ -25,7 +26,14 @@ import numpy as np
 
 from searchrl_jax import lookup
 from searchrl_jax.learn import advantages
-from searchrl_jax.types import Batch, Group, PrefixTree, Rewards, Trajectory
+from searchrl_jax.types import (
+  Batch,
+  Group,
+  Lines,
+  PrefixTree,
+  Rewards,
+  Trajectory,
+)
 
 PLACES = 8  # trajectories that any row has room for
 
@@ -54,6 +62,19 @@ def check(config) -> None:
     not b.prefix_tokens or len(lengths) == 1,
     f'config.batch.lengths={lengths} with prefix_tokens={b.prefix_tokens}: a '
     'tree has rows of one length; give the last one alone',
+  )
+  n = config.env.max_contexts
+  lookup.require(
+    n == 1 or not b.prefix_tokens,
+    f'config.batch.prefix_tokens={b.prefix_tokens} with env.max_contexts={n}: '
+    'a prefix tree has trajectories of one context; set it to 0',
+  )
+  room, most = capacity(b, lengths[-1]), n * lengths[-1]
+  lookup.require(
+    n == 1 or most <= room,
+    f'config.env.max_contexts={n}: all contexts of a trajectory are in one '
+    f'microbatch, with up to {most} tokens in the loss. There is room for '
+    f'{room}: raise config.batch.tokens, or loss_fraction',
   )
   a = config.algorithm
   lookup.require(
@@ -103,16 +124,19 @@ def bucket_of(lengths: Sequence[int], n: int) -> int:
 
 
 class Tokens(NamedTuple):
-  """One trajectory as arrays of its own length n."""
+  """One context of a trajectory as arrays of its own length n."""
 
   index: int  # of the trajectory, in the flat order of the groups
   ids: np.ndarray  # int32 [n]
   mask: np.ndarray  # bool [n]
   logps: np.ndarray  # float32 [n], NaN where nothing was recorded
+  column: int = 0  # tokens of the trajectory's rows before it
+  prompt: int = 0  # tokens that the context began with; 0 in the first
+  start: int = 0  # tokens of `Trajectory.trained` before the others
 
 
-def tokens_of(index: int, trajectory: Trajectory) -> Tokens:
-  """Joins the segments that the trainer sees; the mask is their `train`.
+def tokens_of(index: int, trajectory: Trajectory) -> list[Tokens]:
+  """Joins the segments of each row of `Trajectory.rows`; the mask is `train`.
 
   The first token of a sequence has no prediction and is never in the loss.
 
@@ -124,18 +148,26 @@ def tokens_of(index: int, trajectory: Trajectory) -> Tokens:
     f"trajectory {trajectory.id} failed (a service's fault) and cannot be "
     'trained on; mark it as not valid',
   )
-  logps = []
   for i, s in enumerate(trajectory.trained):
     lookup.require(
       s.logps is not None or not s.train or s.author != 'policy',
       f"trajectory {trajectory.id}: segment {i} is the policy's and in the "
       'loss but has no log-probs; the engine must return them',
     )
-    logps.append(np.full(len(s.ids), np.nan) if s.logps is None else s.logps)
-  ids = np.concatenate([s.ids for s in trajectory.trained]).astype(np.int32)
-  logps = np.concatenate(logps).astype(np.float32)
+  out: list[Tokens] = []
   [mask] = masks([trajectory])
-  return Tokens(index, ids, mask, logps)
+  column = start = 0
+  prompts = [0, *(len(c.prompt) for c in trajectory.contexts)]
+  for prompt, row in zip(prompts, trajectory.rows, strict=True):
+    blank = lambda s: np.full(len(s.ids), np.nan)
+    logps = [blank(s) if s.logps is None else s.logps for s in row]
+    ids = np.concatenate([s.ids for s in row]).astype(np.int32)
+    end = start + len(ids) - prompt
+    own = np.concatenate([np.zeros(prompt, bool), mask[start:end]])
+    logps = np.concatenate(logps).astype(np.float32)
+    out.append(Tokens(index, ids, own, logps, column, prompt, start))
+    column, start = column + len(ids), end
+  return out
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,7 +198,8 @@ def of_step(
   ids, kept, counts = kept_of(groups, reward, config)
   flat = [t for group in groups for t in group]
   n = config.algorithm.minibatches
-  minis = make(flat, kept, ids, config.batch, n, shards=shards, seed=seed)
+  how = dict(shards=shards, contexts=config.env.max_contexts)
+  minis = make(flat, kept, ids, config.batch, n, seed=seed, **how)
   returns = advantages.returns(reward.value)
   return StepBatch(
     groups, flat, reward, returns, ids, kept, counts, masks(flat), minis
@@ -234,8 +267,10 @@ def split(trajectories, kept, group_ids, minibatches: int, seed) -> list:
   ]
 
 
-def empty(batch_config, length: int, shards: int = 1) -> Batch:
-  """A microbatch without a single trajectory."""
+def empty(
+  batch_config, length: int, shards: int = 1, contexts: int = 1
+) -> Batch:
+  """A microbatch without a single trajectory, of that many contexts at most."""
   shape = B, _ = rows_of(batch_config, shards), length
   places = B * places_of(batch_config, length)
   M, tree = batch_config.prefix_tokens, None
@@ -253,11 +288,16 @@ def empty(batch_config, length: int, shards: int = 1) -> Batch:
     advantages=np.zeros(shape, np.float32),
     owner=np.full(places, -1, np.int32),
     tree=tree,
+    lines=Lines(*np.zeros((4, places), np.int32)) if contexts > 1 else None,
   )
 
 
-def add(b: Batch, row: int, trajectory: Tokens) -> None:
-  """Puts a trajectory behind those of a row, which has to have room for it."""
+def add(b: Batch, row: int, trajectory: Tokens) -> int:
+  """Puts a context behind those of a row, which has to have room for it.
+
+  Returns:
+    its entry n.
+  """
   places = len(b.owner) // len(b.ids)
   first = row * places
   n = first + int((b.owner[first : first + places] >= 0).sum())
@@ -268,18 +308,20 @@ def add(b: Batch, row: int, trajectory: Tokens) -> None:
   mask = trajectory.mask
   b.ids[at], b.mask[at] = trajectory.ids, mask
   b.behaviour_logps[at] = np.where(mask, trajectory.logps, 0.0)
+  return n
 
 
-def _place(batch_config, parts: Sequence[Tokens], shards: int, buckets):
-  """Best fit: each trajectory in the row where it leaves the least.
+def _place(batch_config, units: Sequence[Sequence[Tokens]], shards, buckets):
+  """Best fit: each trajectory, of one context, in the row where it leaves the
+  least.
 
   Args:
-    parts: the trajectories, longest first.
+    units: the contexts of each trajectory, longest first.
     buckets: the lengths of the microbatches.
 
   Returns:
-    the row of each trajectory, counted through all microbatches, or None if
-    one finds no room.
+    the row of each context, counted through all microbatches, or None if one
+    finds no room.
   """
   B, S = rows_of(batch_config, shards), shards
   free = np.repeat(buckets, B)
@@ -287,7 +329,7 @@ def _place(batch_config, parts: Sequence[Tokens], shards: int, buckets):
   left = np.repeat([capacity(batch_config, n) for n in buckets], S)
   shard = np.arange(len(free)) // (B // S)
   out = []
-  for part in parts:
+  for [part] in units:
     n, loss = len(part.ids), part.mask.sum()
     fits = (free >= n) & (places > 0) & (left[shard] >= loss)
     r = np.where(fits, free, buckets[0] + buckets[-1]).argmin()
@@ -296,7 +338,40 @@ def _place(batch_config, parts: Sequence[Tokens], shards: int, buckets):
     free[r] -= n
     places[r] -= 1
     left[shard[r]] -= loss
-    out.append(r)
+    out.append([r])
+  return out
+
+
+def _place_whole(
+  batch_config, units: Sequence[Sequence[Tokens]], shards, buckets
+):
+  """`_place` for trajectories of several contexts, each in the first shard of a
+  microbatch with room for all of it."""
+  B, S = rows_of(batch_config, shards), shards
+  free = np.repeat(buckets, B).reshape(-1, B // S)
+  places = [places_of(batch_config, n) for n in buckets]
+  places = np.repeat(places, B).reshape(free.shape)
+  left = np.repeat([capacity(batch_config, n) for n in buckets], S)
+  out = []
+  for unit in units:
+    loss = sum(int(part.mask.sum()) for part in unit)
+    for shard in np.flatnonzero(left >= loss):
+      room, more, rows = free[shard].copy(), places[shard].copy(), []
+      for part in unit:
+        fits = (room >= len(part.ids)) & (more > 0)
+        r = np.where(fits, room, buckets[0] + buckets[-1]).argmin()
+        if not fits[r]:
+          break
+        room[r] -= len(part.ids)
+        more[r] -= 1
+        rows.append(shard * (B // S) + r)
+      if len(rows) == len(unit):
+        free[shard], places[shard] = room, more
+        left[shard] -= loss
+        break
+    else:
+      return None
+    out.append(rows)
   return out
 
 
@@ -314,8 +389,12 @@ def _buckets(lengths: Sequence[int], tokens: int) -> list[int]:
   return [lengths[-1]] * n + short
 
 
-def pack(parts: Sequence[Tokens], batch_config, shards: int = 1) -> list[Batch]:
+def pack(
+  parts: Sequence[Tokens], batch_config, shards: int = 1, contexts: int = 1
+) -> list[Batch]:
   """Trajectories of one minibatch -> microbatches, shortest rows first.
+
+  parts: their contexts, at most `contexts` of each, one after another.
 
   As few tokens as best fit decreasing finds room in: from the least that
   could do, the rows become more until all trajectories fit.
@@ -330,7 +409,10 @@ def pack(parts: Sequence[Tokens], batch_config, shards: int = 1) -> list[Batch]:
   lengths, B = list(batch_config.lengths), rows_of(batch_config, shards)
   sizes = [len(part.ids) for part in parts]
   bucket_of(lengths, max(sizes))
-  parts = sorted(parts, key=lambda part: -len(part.ids))
+  whole = itertools.groupby(parts, lambda part: part.index)
+  units = [[*unit] for _, unit in whole]
+  units.sort(key=lambda unit: -sum(len(part.ids) for part in unit))
+  place = _place if contexts == 1 else _place_whole
   loss = sum(int(part.mask.sum()) for part in parts)
   places = places_of(batch_config, lengths[-1]) / lengths[-1]
   room = shards * capacity(batch_config, lengths[-1]) / (B * lengths[-1])
@@ -338,13 +420,18 @@ def pack(parts: Sequence[Tokens], batch_config, shards: int = 1) -> list[Batch]:
   tokens = math.ceil(max(sum(sizes), len(parts) / places, loss / room) / B)
   while True:
     buckets = _buckets(lengths, tokens)
-    found = _place(batch_config, parts, shards, buckets)
+    found = place(batch_config, units, shards, buckets)
     if found is not None:
       break
     tokens = sum(buckets) + max(1, sum(buckets) // 256)
-  out = [empty(batch_config, length, shards) for length in buckets]
-  for part, r in zip(parts, found):
-    add(out[r // B], r % B, part)
+  out = [empty(batch_config, length, shards, contexts) for length in buckets]
+  for unit, rows in zip(units, found, strict=True):
+    entries = [add(out[r // B], r % B, part) for part, r in zip(unit, rows)]
+    lines = out[rows[0] // B].lines
+    for n, part in zip(entries if lines else (), unit):
+      size = len(lines.line) // shards
+      lines.line[n], lines.column[n] = entries[0] % size, part.column
+      lines.prompt[n], lines.start[n] = part.prompt, part.start
   return [b for b in reversed(out) if b.lengths.any()]
 
 
@@ -407,6 +494,7 @@ def make(
   minibatches: int = 1,
   *,
   shards: int = 1,
+  contexts: int = 1,
   seed=0,
 ) -> list[list[Batch]]:
   """Trajectories -> minibatches of microbatches, advantages still 0.
@@ -418,13 +506,15 @@ def make(
     batch_config: config.batch.
     minibatches: how many, at most; see `split`.
     shards: devices along (data, fsdp) of the mesh.
+    contexts: config.env.max_contexts.
     seed: an int or a sequence of ints, e.g. (config.seed, step, epoch).
 
   Raises:
     ValueError: a kept trajectory failed, is too long or lacks log-probs.
   """
+  how = batch_config, shards, contexts
   return [
-    pack([tokens_of(i, trajectories[i]) for i in part], batch_config, shards)
+    pack([x for i in part for x in tokens_of(i, trajectories[i])], *how)
     for part in split(trajectories, kept, group_ids, minibatches, seed)
   ]
 
@@ -449,8 +539,8 @@ def set_advantages(batches: Sequence[Batch], values) -> list[Batch]:
   out = []
   for b in batches:
     filled = np.zeros(b.ids.shape, np.float32)
-    for r, span in b.spans():
-      filled[span] = values[r]
+    for r, span, own in b.parts():
+      filled[span] = values[r][own] if np.ndim(values[r]) else values[r]
     filled[~b.mask] = 0.0
     out.append(dataclasses.replace(b, advantages=filled))
   return out
@@ -484,6 +574,6 @@ def unpacked(
   for mini, found in zip(minibatches, arrays, strict=True):
     for b, x in zip(mini, found, strict=True):
       x = np.where(b.mask, np.asarray(x, np.float64), 0.0)
-      for r, span in b.spans():
-        out[r][:] = x[span]
+      for r, span, own in b.parts():
+        out[r][own] = x[span]
   return out

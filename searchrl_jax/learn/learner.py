@@ -61,7 +61,8 @@ class Learner:
     self._optim, self._updates = supervised or (config.optim, updates)
     tx = optim.make(self._optim, self._updates)
     temperature = 1.0 if supervised else config.rollout.temperature
-    shared = dict(tx=tx, mesh=mesh, temperature=temperature)
+    n = 1 if supervised else config.env.max_contexts
+    shared = dict(tx=tx, mesh=mesh, temperature=temperature, contexts=n)
     self._updaters: dict[str, update.Updater] = {}
     for role, c in self._roles.items():
       goal = objectives.supervised() if supervised else objectives.policy(c)
@@ -80,6 +81,7 @@ class Learner:
         config.batch,
         temperature=1.0,
         mesh=mesh,
+        contexts=n,
         tx=optim.make(fields, max(optim.critic_updates(config), 1)),
         objective=objectives.value(config),
       )

@@ -64,16 +64,19 @@ def compaction(mask: np.ndarray, shards: int, room: int):
   return index, inverse
 
 
-def by_trajectory(arrays: dict):
-  """What makes one row of each trajectory, for losses over sequences.
+def by_trajectory(arrays: dict, contexts: int = 1):
+  """What makes one line of each trajectory, for losses over sequences.
 
   Args:
     arrays: of `Updater.put`.
+    contexts: at most, of a trajectory.
 
   Returns:
-    a function of x [B, T] that gives [N, T]: the tokens of each trajectory
-    from column 0 on, then zeros.
+    a function of x [B, T] that gives [N, contexts T]: the tokens of each
+    trajectory from column 0 on, in all its contexts, then zeros.
   """
+  if arrays['lines'] is not None:
+    return _by_trajectory(arrays, contexts)
   (B, T), N = arrays['ids'].shape, arrays['starts'].size
   S, places = len(arrays['index']), N // B
   starts = arrays['starts'].reshape(B, places)
@@ -94,6 +97,29 @@ def by_trajectory(arrays: dict):
 
   def lines(x):
     return compact(x.reshape(S, P), index, inverse).reshape(N, T)
+
+  return lines
+
+
+def _by_trajectory(arrays: dict, contexts: int):
+  """The same where a trajectory may have several contexts."""
+  (B, T), N = arrays['ids'].shape, arrays['starts'].size
+  S, W = len(arrays['index']), contexts * T
+  P, L = B * T // S, N * W // S
+  packed = attention.packed(arrays['starts'].reshape(B, -1), T)
+
+  def of_token(x):  # [N] -> [B, T]
+    return jnp.take_along_axis(x.reshape(B, -1), packed.segments, 1)
+
+  first = of_token(arrays['lines'].line) * W + of_token(arrays['lines'].column)
+  real = packed.positions < of_token(arrays['lengths'])
+  inverse = jnp.where(real, first + packed.positions, L).reshape(S, P)
+  shard, at = jnp.arange(S)[:, None], jnp.arange(P, dtype=jnp.int32)
+  index = jnp.full((S, L + 1), P, jnp.int32)
+  index = index.at[shard, inverse].set(jnp.broadcast_to(at, (S, P)))[:, :L]
+
+  def lines(x):
+    return compact(x.reshape(S, P), index, inverse).reshape(N, W)
 
   return lines
 
@@ -120,6 +146,7 @@ class Updater:
   # `objectives.policy(config)`, `supervised()`, or `value(config)` of a critic.
   objective: Objective
   mesh: Any = None  # None: the default device alone
+  contexts: int = 1  # of a trajectory, at most
 
   def __post_init__(self):
     self.mesh = self.mesh or sharding.make_mesh(devices=jax.devices()[:1])
@@ -190,7 +217,8 @@ class Updater:
 
   def like(self, length: int) -> dict:
     """The shapes of `put` for microbatches with rows of this length."""
-    empty = batching.empty(self.batch_config, length, self.shards)
+    shape = length, self.shards, self.contexts
+    empty = batching.empty(self.batch_config, *shape)
     return self.put(empty, place=like_rows)
 
   # ---- programs
@@ -204,7 +232,7 @@ class Updater:
 
   def loss(self, params, arrays: dict, divisor, frozen=None):
     """Loss of one microbatch (its numerator / divisor) and metric sums."""
-    lines = by_trajectory(arrays)
+    lines = by_trajectory(arrays, self.contexts)
     params = lora.join(params, frozen)
     logps, entropy = jax.tree.map(lines, self._logps(params, arrays, True))
     names = 'mask', 'behaviour_logps', 'advantages', 'old', 'ref'
@@ -334,8 +362,12 @@ class Updater:
         'from Updater.output'
       )
     none = [None] * len(batches)
-    masks = [b.mask[span] for b in batches for _, span in b.spans()]
-    divisor = np.float32(losses.denominator(masks, o.aggregation, o.horizon))
+    masks: dict = {}  # of each trajectory, in all its contexts
+    for n, b in enumerate(batches):
+      for owner, span in b.spans():
+        masks.setdefault((n, owner), []).append(b.mask[span])
+    whole = [np.concatenate(own) for own in masks.values()]
+    divisor = np.float32(losses.denominator(whole, o.aggregation, o.horizon))
     acc = self._program('zeros', state.params)(state.params)
     for given in zip(batches, old or none, ref or none, strict=True):
       args = state.params, acc, self.put(*given), divisor, self.frozen

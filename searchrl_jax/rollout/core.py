@@ -83,6 +83,8 @@ class RolloutStats:
   failed_searches: int = 0  # queries without an answer after all attempts
   empty_searches: int = 0  # queries without passages or text
   tool_cost: float = 0.0  # sum of what the calls of tools cost
+  contexts: int = 0  # that were begun in place of others
+  carried_tokens: int = 0  # of earlier contexts, computed again in these
   engine_seconds: float = 0.0  # sum of waiting for the engine
   search_seconds: float = 0.0  # sum of waiting for the source
   trajectory_seconds: float = 0.0  # sum of durations
@@ -315,17 +317,19 @@ class Services:
       last state, and `Done`.
     """
     name = f'{state.name}/{sample}'  # Trajectory.id
-    count = functools.partial(self._count, (state.question.id, sample))
-    seed = self.stream(state.question, sample, branch)
-    turn, reported = state.turn, state.length
+    count = functools.partial(self.count, (state.question.id, sample))
+    turn, reported = state.turn, types.length(state.segments)
     while state.turn == turn and not isinstance(action, Done):
       if isinstance(action, Generate):
+        # Positions, on which draws depend, begin anew in each context.
+        own = ('context', action.context) if action.context else ()
+        seed = self.stream(state.question, sample, (*branch, *own))
         event = await self._generate(handle, action, seed, count)
       else:
         event = await self._search(name, action, count)
       state, action = self.env.step(state, event)
-      self._tell(name, _after(state.segments, reported))
-      reported = state.length
+      self._tell(name, types.cut(state.segments, reported))
+      reported = types.length(state.segments)
     return state, action
 
   def _tell(self, name: str, events: Iterable[Event]) -> None:
@@ -333,16 +337,19 @@ class Services:
       for event in events:
         self.on_event(name, event)
 
-  def _count(self, name: Name, **counts: float) -> None:
+  def count(self, name: Name, **counts: float) -> None:
     self.stats.count(**counts)
     self.spent[name].update(counts)
 
   async def _generate(
     self, handle: Handle, action: Generate, seed: int, count: Callable
   ) -> Completion:
+    if action.keep is not None:
+      self.engine.truncate(handle, action.keep)
+      count(contexts=1, carried_tokens=action.carried)
     if action.append:
       self.engine.append(handle, action.append)
-      count(outside_tokens=len(action.append))
+      count(outside_tokens=len(action.append) - action.carried)
     sampling = Sampling(
       temperature=self.config.temperature,
       top_p=self.config.top_p,
@@ -397,17 +404,6 @@ class Services:
       self.last_error = answers[open_[-1]]
     self._tell(name, ordered)
     return ordered
-
-
-def _after(segments: Sequence[Segment], start: int) -> Iterable[Segment]:
-  """Yields the segments after the first `start` tokens."""
-  for segment in segments:
-    n = len(segment.ids)
-    if start < n:
-      columns = {f: getattr(segment, f) for f in ('ids', 'logps', 'versions')}
-      rest = {f: x[start:] for f, x in columns.items() if x is not None}
-      yield dataclasses.replace(segment, **rest)
-    start = max(0, start - n)
 
 
 def sampler(config: ConfigDict) -> Callable[..., Awaitable[list[Group]]]:

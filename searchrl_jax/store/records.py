@@ -19,6 +19,8 @@ Parquet, one file a step (NAME/step_00000012.parquet) and one row a trajectory.
                  row was not kept) have no trainer_logps and no advantages
   train_context  the segments that the trainer saw, if they differ; the last
                  two columns are then in these
+  contexts       where the policy went on from other tokens (`types.Context`):
+                 start, prompt, reason; null in files of earlier versions
   searches       query, k, turn, tool, seconds, cost, and passages (id, title,
                  text, score), text or error (kind, message). Files of earlier
                  versions have no tool, text and cost: all were searches
@@ -255,12 +257,14 @@ _SEARCH = pa.struct({
   'text': _TEXT, 'cost': pa.float64(),
   'error': pa.struct({'kind': _TEXT, 'message': _TEXT}),
 })  # fmt: skip
+_CONTEXT = pa.struct({'start': _INT, 'prompt': _list(_INT), 'reason': _TEXT})
 _ROW = pa.schema({
   'step': _INT, 'id': _TEXT, 'question': _QUESTION, 'role': _TEXT,
   'sample': _INT, 'end': _TEXT, 'turns': _INT, 'invalid_actions': _INT,
   'seconds': _SECONDS, 'meta': _TEXT, 'reward': _REWARD, 'valid': pa.bool_(),
   'rewards': pa.map_(_TEXT, _REWARD), 'earned': _list(_REWARD),
   'earned_at': _TEXT, 'kept': pa.bool_(), 'searches': _list(_SEARCH),
+  'contexts': _list(_CONTEXT),
 })  # fmt: skip
 _SEGMENT = {'author': _TEXT, 'kind': _TEXT, 'agent': _TEXT, 'train': pa.bool_()}
 # Columns by token: what the trainer adds to a segment, log-probs, all of them.
@@ -314,6 +318,7 @@ def _row(record: Record, types_: dict[str, pa.DataType]) -> dict[str, Any]:
     'question': vars(q) | {k: json.dumps(plain(vars(q)[k])) for k in _JSON},
     'rewards': list(record.rewards.items()),
     'searches': [_search(s) for s in t.searches],
+    'contexts': [vars(context) for context in t.contexts],
     **{name: _segments(record, name, types_) for name in _SEQUENCES},
   }
 
@@ -407,6 +412,7 @@ def _records(batch: pa.RecordBatch) -> Iterator[Record]:
       tuple(s for s, _ in segments),
       tuple(_read_search(s, question) for s in row.pop('searches')),
       train_context=None if context is None else tuple(s for s, _ in context),
+      contexts=tuple(map(_read_context, row.pop('contexts', None) or ())),
       meta=json.loads(row.pop('meta')),
       **{name: row.pop(name) for name in _TRAJECTORY},
     )
@@ -440,6 +446,11 @@ def _unpacked(sequence) -> list | None:
       row[name] = _values(row[name], np.float32)
   extra = [{name: row.pop(name) for name in _TRAINER} for row in sequence]
   return [(types.Segment(**row), x) for row, x in zip(sequence, extra)]
+
+
+def _read_context(record: dict[str, Any]) -> types.Context:
+  prompt = np.array(record.pop('prompt'), np.int32)
+  return types.Context(prompt=prompt, **record)
 
 
 def _read_search(record: dict[str, Any], question: types.Question):

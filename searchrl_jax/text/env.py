@@ -29,6 +29,25 @@ the source; -1 sends all. Until then generations stop at the closing search tag.
 search_when='entropy' sends, after the first, only queries whose mean predictive
 entropy is higher than that of the query before. The driver sets `entropy`.
 
+Contexts. With max_contexts = n, the engine's sequence may be replaced n - 1
+times by a shorter one; `State.segments` keeps all that was written.
+
+  keep_observations=k   An observation replaces all older ones but the k - 1
+                        before it by `dropped`.
+  on_full='summary'     When the sequence has no room for another turn, the
+                        policy is asked for this block of the template
+                        (`prompts.Kind.ask`). The next context is the prompt,
+                        the block and `Kind.then`.
+  attempts=n,           After each answer but the last, the policy is asked for
+  on_answer='reflection'  this block. The next context is the prompt and all
+                        such blocks; max_turns begins anew. The last answer
+                        counts. With max_contexts=1 all stays in one context, as
+                        in MR-Search, arXiv 2603.11327.
+
+The policy is asked in a turn of its own, which does not count towards
+max_turns. A block that it does not close is an invalid action; it is carried
+over with the closing tag.
+
 States are immutable, so an older state can be stepped again (a tree). Ids of
 the policy are recorded as sampled and never encoded again. Imports no JAX.
 """
@@ -42,9 +61,17 @@ import numpy as np
 from searchrl_jax import lookup, types
 from searchrl_jax.engines.core import Completion
 from searchrl_jax.text import parser as parsing
-from searchrl_jax.text import untrusted
+from searchrl_jax.text import prompts, untrusted
 from searchrl_jax.text.parser import Block, Parser
-from searchrl_jax.text.states import Action, Done, Generate, Search, State
+from searchrl_jax.text.states import (
+  Action,
+  Done,
+  Generate,
+  Search,
+  State,
+  add,
+  begin,
+)
 
 # Ids of a sequence [n] -> entropy in nats of the distribution that each was
 # sampled from [n].
@@ -81,6 +108,10 @@ class SearchEnv:
     self._reserve = len(tokenizer.encode_template(''.join(template.answer))) + 1
     real, limit = config.real_searches, config.max_observation_tokens
     further = [kind.name for kind in template.blocks if kind.acts]
+    self._check_contexts()
+    self._dropped: list[int] = []
+    if config.keep_observations:
+      self._dropped, _ = self._observe([config.dropped], limit)
     if self._searching:
       given = f'env.real_searches={real}, search_when={config.search_when!r}'
       what = "with information='source' every search is real: use 0, 'always'"
@@ -115,12 +146,23 @@ class SearchEnv:
     most = self.config.max_tokens
     what = f'question {question.id!r}: its prompt has {len(ids)} tokens of'
     fix = f'env.max_tokens={most}; increase it or leave the question out'
-    lookup.require(len(ids) < most, f'{what} {fix}')
+    spare = f' ({self._spare} stay free for a note)' if self._spare else ''
+    good = len(ids) < most - self._spare
+    lookup.require(good, f'{what} {fix}{spare}')
     begun = untrusted.begun(self.template, question, self.prompt_mode)
     text = ''.join(text for text, _ in parts)
     parser = parsing.start(self._tags, text, begun)
+    what = f'a prompt that begins a block ({parser.block!r}) cannot be followed'
+    what = f"{what} by config.env.on_full or on_answer's: set them to ''"
+    lookup.require(parser.block == prompts.OUTSIDE or not self._notes, what)
     state = State(
-      question, role, agent, segments, len(ids), parser, Done('tokens')
+      question=question,
+      role=role,
+      agent=agent,
+      segments=segments,
+      length=len(ids),
+      parser=parser,
+      pending=Done('tokens'),
     )
     return _next(state, self._generate(state, prompt=types.Prompt(ids)))
 
@@ -166,6 +208,7 @@ class SearchEnv:
       invalid_actions=state.invalid_actions,
       turns=state.generations,
       seconds=seconds,
+      contexts=state.contexts,
       meta={name: getattr(state, name) for name in counters} | dict(meta or {}),
     )
     # Done now, while other trajectories are sampled.
@@ -222,11 +265,45 @@ class SearchEnv:
       'special tokens there, and give --config.model.tokenizer=COPY',
     )
 
+  def _check_contexts(self) -> None:
+    """Raises ValueError if fields of contexts cannot work."""
+    c, kinds = self.config, self.template.kinds
+    fields = 'keep_observations', 'on_full', 'on_answer'
+    used = [name for name in fields if c[name]]
+    what = f'config.env.max_contexts={c.max_contexts} with {used}: above 1 '
+    what += f'goes with one of {fields}, 1 with none but the last'
+    good = {*used} <= {'on_answer'} if c.max_contexts == 1 else used
+    lookup.require(good, what)
+    what = f'config.env.attempts={c.attempts} with on_answer={c.on_answer!r}: '
+    what += "above 1 goes with a block that is asked for, 1 with ''"
+    lookup.require(bool(c.on_answer) == (c.attempts > 1), what)
+    what = f"config.env.{used} with information={c.information!r}; use 'source'"
+    lookup.require(not used or self._searching, what)
+    # Block that is asked for -> the text that asks, and what follows.
+    self._notes = {}
+    for field in ('on_full', 'on_answer'):
+      if not c[field]:
+        continue
+      asking = [name for name, kind in kinds.items() if kind.ask]
+      what = f'config.env.{field}={c[field]!r} is no block of the template '
+      what += f'{self.template.name!r} with a text "ask": it has {asking}'
+      lookup.require(c[field] in asking, what)
+      kind, encode = kinds[c[field]], self.tokenizer.encode_template
+      self._notes[kind.name] = encode(kind.ask), encode(kind.then)
+    # Room that stays free for asking, and for the block.
+    asks = [len(ask) for ask, _ in self._notes.values()]
+    self._spare = max(asks, default=0) + c.max_note_tokens * bool(asks)
+    what = f'config.env.max_note_tokens={c.max_note_tokens}: above 0 goes with '
+    what += 'on_full or on_answer, 0 with none'
+    lookup.require(bool(asks) == (c.max_note_tokens > 0), what)
+
   def _completed(self, state: State, completion: Completion):
     n, limit = len(completion.ids), state.pending.max_tokens
     logps, versions = len(completion.logps), len(completion.versions)
     what = f'{n} ids (at most {limit}) with {logps} logps, {versions} versions'
     _require(logps == versions == n <= limit, state, what)
+    if state.asked:
+      return self._noted(state, completion)
     ids = np.asarray(completion.ids, np.int32)
     pieces = [*map(self.tokenizer.token_bytes, ids.tolist())]
     parser, kinds, ended = state.parser.feed(pieces)
@@ -239,7 +316,8 @@ class SearchEnv:
       generations=state.generations + 1,
     )
     if action is not None and action.kind == 'search' and self._guided:
-      entropy = self._entropy(self._written(state, completion, kinds))
+      written = add(state, self._sampled(state, completion, kinds))
+      entropy = self._entropy(written.segments)
       if state.query_entropy is not None and entropy <= state.query_entropy:
         action = None  # the policy writes the information itself
       state = dataclasses.replace(state, query_entropy=entropy)
@@ -249,11 +327,9 @@ class SearchEnv:
       parser, more, ended = parser.finish()
       kinds = kinds + more
       blocks += [parsing.make_block(b, 'policy', state.turn) for b in ended]
+    state = add(state, self._sampled(state, completion, kinds))
     state = dataclasses.replace(
-      state,
-      parser=parser,
-      segments=self._written(state, completion, kinds),
-      blocks=(*state.blocks, *blocks),
+      state, parser=parser, blocks=(*state.blocks, *blocks)
     )
     if goes_on:
       return _next(state, self._generate(state))
@@ -261,9 +337,9 @@ class SearchEnv:
       return self._without_action(state, completion.stop)
     kind = self.template.kinds[action.kind]
     if kind.ends:
-      return _next(state, Done('answer'))
+      return self._answered(state)
     if self._room(state) < self._observe.least:
-      return _next(state, Done('tokens'))
+      return self._full(state)
     about = dict(turn=state.turn, tool=kind.tool, earlier=state.searches)
     about |= dict(k=self.k, question=state.question)
     requests = [types.SearchRequest(q, **about) for q in self._queries(action)]
@@ -292,7 +368,8 @@ class SearchEnv:
     stop, c = completion.stop, self.config
     quoted = parser.block == 'information' or stop == self.template.search[1]
     ended = stop in ('eos', 'length') or not len(completion.ids)
-    room = state.turn_tokens < c.max_turn_tokens and state.length < c.max_tokens
+    room = state.turn_tokens < c.max_turn_tokens
+    room = room and state.length < self._limit(state)
     return quoted and room and not (ended or self._searching)
 
   def _entropy(self, segments: tuple[types.Segment, ...]) -> float:
@@ -311,23 +388,23 @@ class SearchEnv:
   def _without_action(self, state: State, stop: str):
     if self.config.answer == 'boxed' and stop != 'length':
       if parsing.answer(state.blocks, 'boxed') is not None:
-        return _next(state, Done('answer'))
-    full = state.length >= self.config.max_tokens
+        return self._answered(state)
+    full = state.length >= self._limit(state)
     state = dataclasses.replace(
       state,
       invalid_actions=state.invalid_actions + (not full),
       truncated_turns=state.truncated_turns + (stop == 'length'),
     )
-    last = state.turn >= self.config.max_turns
+    last = state.used >= self.config.max_turns
     if last and (stop == 'eos' or not full):
       return _next(state, Done('eos' if stop == 'eos' else 'turns'))
     if full or self._room(state) < len(self._invalid):
-      return _next(state, Done('tokens'))
+      return self._full(state)
     return self._respond(state, self._invalid, 'other')
 
-  def _written(self, state: State, completion, kinds):
-    """The state's segments and the sampled tokens as segments by kind."""
-    segments, agent, start = state.segments, state.agent, 0
+  def _sampled(self, state: State, completion, kinds) -> list[types.Segment]:
+    """The sampled tokens as segments by kind."""
+    out, agent, start = [], state.agent, 0
     # If a source answers, information written by the policy is trained on, like
     # its other text.
     information = self._searching or bool(self.config.train_information)
@@ -337,9 +414,9 @@ class SearchEnv:
       ids = np.asarray(completion.ids[part], np.int32)
       logps = np.asarray(completion.logps[part], np.float32)
       versions = np.asarray(completion.versions[part], np.int32)
-      new = types.Segment(ids, 'policy', kind, agent, train, logps, versions)
-      segments = types.joined(segments, new)
-    return segments
+      fields = ids, 'policy', kind, agent, train, logps, versions
+      out.append(types.Segment(*fields))
+    return out
 
   def _searched(self, state: State, results: tuple):
     n = len(state.pending.requests)
@@ -350,18 +427,101 @@ class SearchEnv:
     state = dataclasses.replace(state, searches=state.searches + results)
     if any(isinstance(r, types.SearchError) for r in results):
       return _next(state, Done('failed'))
+    begun = self._drop(state)
     passages = [p for r in results for p in r.shown]
-    limit = min(self.config.max_observation_tokens, self._room(state))
+    limit = min(self.config.max_observation_tokens, self._room(begun))
     ids, cut = self._observe(passages, limit)
     cut += state.cut_observations
-    state = dataclasses.replace(state, cut_observations=cut)
     if not ids:
+      return self._full(dataclasses.replace(state, cut_observations=cut))
+    begun = dataclasses.replace(begun, cut_observations=cut)
+    return self._respond(begun, ids, 'information')
+
+  # Contexts.
+
+  def _more(self, state: State) -> bool:
+    """Whether another context may begin."""
+    return len(state.contexts) + 1 < self.config.max_contexts
+
+  def _limit(self, state: State) -> int:
+    """Tokens of the sequence, without those that stay free for a note."""
+    c = self.config
+    more = c.on_full and self._more(state) or state.attempt + 1 < c.attempts
+    return c.max_tokens - (self._spare if more and not state.asked else 0)
+
+  def _full(self, state: State):
+    """Asks for a note if the trajectory may go on in a new context."""
+    if self.config.on_full and self._more(state):
+      return self._respond(state, (), 'other', ask=self.config.on_full)
+    return _next(state, Done('tokens'))
+
+  def _answered(self, state: State):
+    if state.attempt + 1 < self.config.attempts:
+      return self._respond(state, (), 'other', ask=self.config.on_answer)
+    return _next(state, Done('answer'))
+
+  def _noted(self, state: State, completion: Completion):
+    """Goes on with the block that the policy was asked for."""
+    asked, c = state.asked, self.config
+    pieces = [*map(self.tokenizer.token_bytes, completion.ids)]
+    parser, kinds, ended = state.parser.feed(pieces)
+    _, more, rest = parser.finish()
+    new = self._sampled(state, completion, kinds + more)
+    blocks = [
+      parsing.make_block(b, 'policy', state.turn) for b in [*ended, *rest]
+    ]
+    found = [b for b in blocks if b.kind == asked]
+    ids = [i for s in new if s.kind == asked for i in s.ids.tolist()]
+    ids = [i for i in ids if i not in self.tokenizer.control]
+    closed = bool(found) and found[-1].complete
+    if ids and not closed:
+      closing = self.template.kinds[asked].tags[1]
+      ids += self.tokenizer.encode_template(closing)
+    state = dataclasses.replace(
+      add(state, new),
+      length=state.length + len(completion.ids),
+      generations=state.generations + 1,
+      blocks=(*state.blocks, *blocks),
+      invalid_actions=state.invalid_actions + (not closed),
+    )
+    again = asked == c.on_answer
+    earlier = [note for note in state.notes if note[0] == c.on_answer]
+    state = dataclasses.replace(
+      state,
+      notes=(*earlier, (asked, np.asarray(ids, np.int32))),
+      attempt=state.attempt + again,
+      asked='',
+      used=0 if again else state.used,
+    )
+    begun, then = state, self._notes[asked][1]
+    if self._more(state):
+      prompt = itertools.takewhile(_prompts, state.segments)
+      carried = ((ids, 'policy', kind) for kind, ids in state.notes)
+      held = _append((*prompt,), state.agent, carried)
+      begun = begin(state, held, asked)
+    if self._room(begun) < len(then):
       return _next(state, Done('tokens'))
-    return self._respond(state, ids, 'information')
+    return self._respond(begun, then, 'other', counts=False)
+
+  def _drop(self, state: State) -> State:
+    """Leaves out observations before the next one."""
+    keep = self.config.keep_observations
+    shown = [*filter(_observes, state.sequence)]
+    older = shown[: max(len(shown) - keep + 1, 0)]
+    old = [s for s in older if s.ids.tolist() != self._dropped]
+    if not (keep and old and self._more(state)):
+      return state
+    dropped = np.asarray(self._dropped, np.int32)
+    held: tuple[types.Segment, ...] = ()
+    for s in state.sequence:
+      if any(s is o for o in old):
+        s = dataclasses.replace(s, ids=dropped)
+      held = types.joined(held, s)
+    return begin(state, held, 'dropped')
 
   def _may_search(self, state: State) -> bool:
     if self._searching:
-      return state.turn < self.config.max_turns
+      return state.used < self.config.max_turns
     real = self.config.real_searches
     return real < 0 or len(state.searches) < real
 
@@ -371,30 +531,66 @@ class SearchEnv:
   def _room(self, state: State) -> int:
     """Tokens left for a response, without those reserved for the note before a
     last turn and for an answer."""
-    note = len(self._note_before(state.turn + 1))
-    return self.config.max_tokens - state.length - note - self._reserve
+    note = len(self._note_before(state.used + 1))
+    return self._limit(state) - state.length - note - self._reserve
 
   def _generate(self, state: State, append=(), prompt=None) -> Generate:
     c = self.config
-    limit = c.max_turn_tokens - state.turn_tokens, c.max_tokens - state.length
+    room = self._limit(state) - state.length
+    limit = min(c.max_turn_tokens - state.turn_tokens, room)
     stops = self.template.stops_for(self._may_search(state))
-    ends = self.tokenizer.eos_ids
-    return Generate(state.agent, min(limit), stops, ends, tuple(append), prompt)
+    if state.asked:
+      limit = min(c.max_note_tokens, room)
+      stops = (self.template.kinds[state.asked].tags[1],)
+    given = tuple(append), prompt, len(state.contexts)
+    return Generate(state.agent, limit, stops, self.tokenizer.eos_ids, *given)
 
-  def _respond(self, state: State, ids: Sequence[int], kind: str):
-    """Appends the environment's text and starts the next turn."""
-    note = self._note_before(state.turn + 1)
-    train = bool(self.config.train_observations)
+  def _respond(
+    self, state: State, ids: Sequence[int], kind: str, ask='', counts=True
+  ):
+    """Appends the environment's text and starts the next turn.
+
+    ask: the block that the policy is asked for in this turn; without, the one
+      of config.env.on_full where no room for another turn is left. counts:
+      whether the turn that has ended counts towards max_turns.
+    """
+    c = self.config
+    used = min(state.used + counts, c.max_turns)
+    note = self._note_before(used)
+    left = self._limit(state) - state.length - len(ids) - len(note)
+    if counts and left < c.max_turn_tokens and self._more(state):
+      ask = ask or c.on_full
+    if ask:  # then the note stands before the turn that follows
+      note = self._notes[ask][0]
+    train = bool(c.train_observations)
     parts = (ids, 'environment', kind), (note, 'environment', 'other')
+    before, keep = state.sequence, state.keep
+    state = add(state, _append((), state.agent, parts, train))
     state = dataclasses.replace(
       state,
-      segments=_append(state.segments, state.agent, parts, train),
       length=state.length + len(ids) + len(note),
       parser=Parser(self._tags),
       turn=state.turn + 1,
+      used=used,
+      asked=ask,
+      keep=None,
       turn_tokens=0,
     )
-    return _next(state, self._generate(state, [*ids, *note]))
+    action = self._generate(state, [*ids, *note])
+    if keep is not None:  # a new context
+      held = [i for s in before for i in s.ids.tolist()][keep:]
+      action = dataclasses.replace(
+        action, append=(*held, *action.append), keep=keep, carried=len(held)
+      )
+    return _next(state, action)
+
+
+def _prompts(segment: types.Segment) -> bool:
+  return segment.author == 'prompt'
+
+
+def _observes(segment: types.Segment) -> bool:
+  return (segment.author, segment.kind) == ('environment', 'information')
 
 
 def _require(good, state: State, message: str) -> None:

@@ -40,12 +40,18 @@ class Kind:
     tags: (open, close).
     tool: the tool that is called with the text of the block; '' = none.
     ends: whether it ends the trajectory, as the answer does.
+    ask: the text with which the environment asks for it, to carry it over into
+      a new context (config.env.on_full, on_answer); '' = never.
+    then: the text that follows it there.
   """
 
   name: str
   tags: tuple[str, str]
   tool: str = ''
   ends: bool = False
+  # Not in repr, so that hashes of templates in older manifests stay valid.
+  ask: str = dataclasses.field(default='', repr=False)
+  then: str = dataclasses.field(default='', repr=False)
 
   @property
   def acts(self) -> bool:
@@ -78,8 +84,9 @@ class Template:
     stops: strings that end a generation, with the closing tags of all blocks
       that act or end the trajectory.
     blocks: further kinds of blocks. In the file: name -> [open tag, close tag],
-      or -> {"tags": [open tag, close tag], "tool": "", "ends": false}. Rewards
-      find their text by name (`env.blocks`). A tool is one of config.tools.
+      or -> {"tags": [open tag, close tag], "tool": "", "ends": false,
+      "ask": "", "then": ""}. Rewards find their text by name (`env.blocks`). A
+      tool is one of config.tools.
   """
 
   name: str
@@ -113,6 +120,7 @@ class Template:
   def digest(self) -> str:
     """The SHA-256 of its fields, which names its content."""
     text = f'{self!r}{self.blocks or ""}'
+    text += ''.join(kind.ask + kind.then for kind in self.blocks)
     return hashlib.sha256(text.encode()).hexdigest()
 
   @property
@@ -199,10 +207,15 @@ def parse(data: Any, name: str, where: str) -> Template:
     good = kind.isidentifier() and kind not in taken
     check(good, f'blocks.{kind}', f'needs a name of letters, none of {taken}')
     tool, ends = entry.get('tool', ''), entry.get('ends', False)
-    good = entry.keys() <= {'tags', 'tool', 'ends'} and not (tool and ends)
-    good = good and isinstance(tool, str) and isinstance(ends, bool)
-    what = 'beside tags, expected "tool": NAME in config.tools, or "ends": true'
-    check(good, f'blocks.{kind}', what)
+    ask, then = entry.get('ask', ''), entry.get('then', '')
+    good = entry.keys() <= {'tags', 'tool', 'ends', 'ask', 'then'}
+    good = good and all(isinstance(x, str) for x in (tool, ask, then))
+    good = good and isinstance(ends, bool) and bool(tool) + ends + bool(ask) < 2
+    what = (
+      'beside tags, expected "tool": NAME in config.tools, "ends": true, or '
+    )
+    what += 'the texts "ask" and "then"'
+    check(good and bool(ask) == bool(then), f'blocks.{kind}', what)
     blocks = blocks | {kind: Kind(kind, **entry)}
 
   prompt = data['prompt']

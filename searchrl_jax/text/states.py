@@ -4,8 +4,11 @@
 and a `Search` with results, until `Done`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 import dataclasses
+from typing import TypeVar
+
+import numpy as np
 
 from searchrl_jax import types
 from searchrl_jax.engines.core import Completion
@@ -16,10 +19,11 @@ from searchrl_jax.text.parser import Block, Parser
 class Generate:
   """Asks for at most max_tokens of `agent`.
 
-  prompt: the sequence to open (from reset only). append: ids to append before
-  the generation. Both are also the last segments of the state. The segments of
-  a state are the whole sequence; to return to an older state, truncate the
-  sequence to its `length`.
+  prompt: the sequence to open (from reset only). keep: how many tokens of the
+  sequence stay, where a new `context` begins; None = all. append: ids to append
+  then, before the generation, of which the first `carried` stood in an earlier
+  context. The segments of a state without contexts are the whole sequence; to
+  return to an older state, truncate the sequence to its `length`.
   """
 
   agent: str
@@ -28,6 +32,9 @@ class Generate:
   stop_ids: tuple[int, ...]
   append: tuple[int, ...] = ()
   prompt: types.Prompt | None = None
+  context: int = 0
+  keep: int | None = None
+  carried: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,23 +59,89 @@ Action = Generate | Search | Done
 Event = Completion | Sequence[types.SearchResult | types.SearchError]
 
 
-@dataclasses.dataclass(frozen=True)
-class State:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Record:
+  """What was written, and what the engine's sequence holds; immutable.
+
+  Attributes:
+    segments, contexts: see `types.Trajectory`.
+    held: the sequence, where a change of context made it another than
+      `segments`.
+    keep: tokens of the sequence that stay, if a context begins with the next
+      call of the engine.
+    length: tokens of the sequence, with those that are to be appended, and in
+      the middle of a step of the environment those that are to be added.
+  """
+
+  segments: tuple[types.Segment, ...] = ()
+  contexts: tuple[types.Context, ...] = ()
+  held: tuple[types.Segment, ...] | None = None
+  keep: int | None = None
+  length: int = 0
+
+  @property
+  def sequence(self) -> tuple[types.Segment, ...]:
+    return self.segments if self.held is None else self.held
+
+  @property
+  def ids(self) -> np.ndarray:
+    """int32 [length]."""
+    return np.concatenate(
+      [np.zeros(0, np.int32), *(s.ids for s in self.sequence)]
+    )
+
+
+_Record = TypeVar('_Record', bound=Record)
+
+
+def add(record: _Record, new: Iterable[types.Segment]) -> _Record:
+  """The record with more segments at the end of the sequence."""
+  segments, held = record.segments, record.held
+  for segment in new:
+    segments = types.joined(segments, segment)
+    held = held and types.joined(held, segment)
+  return dataclasses.replace(record, segments=segments, held=held)
+
+
+def begin(
+  record: _Record, held: Sequence[types.Segment], reason: str
+) -> _Record:
+  """The record with another sequence, a new context."""
+  before, ids = record.ids, np.concatenate([s.ids for s in held])
+  n = min(len(before), len(ids))
+  differ = np.flatnonzero(before[:n] != ids[:n])
+  start = types.length(record.segments)
+  context = types.Context(start, ids.astype(np.int32), reason)
+  return dataclasses.replace(
+    record,
+    held=tuple(held),
+    contexts=(*record.contexts, context),
+    keep=int(differ[0]) if differ.size else n,
+    length=len(ids),
+  )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class State(Record):
   """The state of one attempt; immutable.
 
-  length: number of tokens of the sequence. turn: index of the turn; max_turns
-  is the last one. turn_tokens: number sampled in this turn. pending: the action
-  that waits for its event. blocks: those of the policy that have ended.
+  length: number of tokens of the sequence. turn: index of the turn.
+  turn_tokens: number sampled in this turn. pending: the action that waits for
+  its event. blocks: those of the policy that have ended. held: the sequence,
+  where a change of context made it another than `segments`. notes: what the
+  policy wrote to carry over (kind, ids).
   """
 
   question: types.Question
   role: str
   agent: str
-  segments: tuple[types.Segment, ...]
-  length: int
   parser: Parser
   pending: Action
   turn: int = 0
+  used: int = 0  # turns of this attempt; env.max_turns is the last one
+  attempt: int = 0
+  asked: str = ''  # the block that the policy was asked for
+  notes: tuple[tuple[str, np.ndarray], ...] = ()
   turn_tokens: int = 0
   generations: int = 0
   blocks: tuple[Block, ...] = ()

@@ -263,8 +263,19 @@ class Tokenizer:
   def has_chat(self) -> bool:
     return bool(self._hf.chat_template)
 
-  def chat(self, messages: Sequence[Mapping[str, str]]) -> str:
-    """Renders messages, up to the start of a reply, by the chat template.
+  def has_added(self, text: str) -> bool:
+    """Whether our own text would have an added token here."""
+    return bool(self._added_re.search(text))
+
+  def chat(
+    self, messages: Sequence[Mapping[str, Any]], tools=(), reply: bool = True
+  ) -> str:
+    """Renders messages by the chat template.
+
+    Args:
+      messages: role, content and what else the template reads.
+      tools: their schemas, for templates that show them.
+      reply: up to the start of a reply.
 
     Raises:
       ValueError: there is no chat template, or it rejects the messages.
@@ -276,8 +287,9 @@ class Tokenizer:
     with of(message, ValueError, Exception):  # templates can raise any error
       return self._hf.apply_chat_template(
         [dict(m) for m in messages],
+        tools=[*tools] or None,
         tokenize=False,
-        add_generation_prompt=True,
+        add_generation_prompt=reply,
         chat_template=self._chat,
       )
 

@@ -163,7 +163,7 @@ def test_mask_follows_train_not_text():
   t = dataclasses.replace(
     t, segments=(t.segments[0], t.segments[1], forged, t.segments[3])
   )
-  row = batching.tokens_of(0, t)
+  [row] = batching.tokens_of(0, t)
   a, b = len(t.segments[0].ids), len(t.segments[1].ids)
   assert row.mask[a : a + b].all() and not row.mask[a + b : a + 2 * b].any()
 
@@ -174,7 +174,7 @@ def test_first_token_is_never_in_the_loss():
   )
   t = Trajectory(Question('q', ''), (s,), (), 'eos')
   np.testing.assert_array_equal(
-    batching.tokens_of(0, t).mask, [False, True, True, True]
+    batching.tokens_of(0, t)[0].mask, [False, True, True, True]
   )
 
 
@@ -182,7 +182,7 @@ def test_train_context_replaces_segments():
   rng = np.random.default_rng(0)
   t = trajectory('q', 0, rng, n=20)
   t = dataclasses.replace(t, train_context=t.segments[:2])
-  row = batching.tokens_of(0, t)
+  [row] = batching.tokens_of(0, t)
   assert len(row.ids) == len(t.segments[0].ids) + len(t.segments[1].ids)
 
 

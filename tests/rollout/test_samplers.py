@@ -351,7 +351,7 @@ def test_a_hint_is_sampled_with_and_not_trained_with():
       assert t.question == QUESTIONS[i] and env.answer(t) == 'right'
       sampled = ByteTokenizer().decode(t.segments[0].ids)
       assert ('psst' in sampled) == (i % 2 == 1)
-      row = batching.tokens_of(0, t)
+      [row] = batching.tokens_of(0, t)
       assert row.ids[: len(prompt)].tolist() == prompt.tolist()
       ids, logps, _ = zip(*turns(t)[0])
       assert row.ids[len(prompt) :].tobytes() == b''.join(ids)
@@ -427,7 +427,7 @@ def test_leaves_share_the_turns_that_their_paths_name(name):
       # What has one name is the same, and what has another is not.
       for turn, what in zip(path, turns(t)):
         assert nodes.setdefault(turn, what) == what
-      assert batching.tokens_of(0, t).mask.sum() == sum(
+      assert batching.tokens_of(0, t)[0].mask.sum() == sum(
         len(s.ids) for s in t.segments if s.author == 'policy'
       )
       own = [p for p in path if p.split('.')[0] == str(t.sample)]

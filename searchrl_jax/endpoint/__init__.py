@@ -1,0 +1,1 @@
+"""An OpenAI-compatible endpoint of an engine, which records what it samples."""

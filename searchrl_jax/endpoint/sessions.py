@@ -1,0 +1,349 @@
+"""A session of a program with the policy: chats in, sampled tokens recorded.
+
+The sequence of a session grows while each request continues what it holds. A
+request whose messages are not those of the session so far, and a reply that the
+client has changed, begin a new context (`types.Context`): history is never
+encoded again where the policy wrote it, and each sampled token is in exactly
+one context, after what it was sampled after.
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+import dataclasses
+import json
+import secrets
+import time
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from searchrl_jax import types
+from searchrl_jax.engines import core as engines
+from searchrl_jax.engines.core import Completion, Sampling
+from searchrl_jax.text import chat, states
+from searchrl_jax.text.chat import ChatError
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+  """A request of a client, read (`app.read`)."""
+
+  messages: Sequence[Mapping[str, Any]]
+  tools: Sequence[Mapping[str, Any]] = ()
+  max_tokens: int = 0  # 0: what the context has room for
+  temperature: float | None = None  # None: that of the session
+  top_p: float | None = None
+  stops: tuple[str, ...] = ()
+  seed: int | None = None
+  shows_stop: bool = False  # whether the reply has the stop string
+
+
+class Reply(NamedTuple):
+  content: str
+  calls: Sequence[chat.Call]
+  finish: str  # stop, length or tool_calls
+  prompt_tokens: int
+  completion: Completion
+
+
+class _Node(NamedTuple):
+  """The chat after a reply: who sends its messages continues its ids."""
+
+  keys: tuple[str, ...]
+  ids: list[int]
+  before: str  # text of the chat up to the reply
+  said: str  # the reply as it was returned
+  end: str  # the control token that the policy ended it with, or ''
+
+
+class Session:
+  """One trajectory of a program; see the module.
+
+  Args:
+    question, sample, role: whose trajectory it is.
+    engine, tokenizer: of the policy.
+    sampling: temperature, top_p, top_k and priority of its requests.
+    seeds: index of a context -> seed of its random stream.
+    limits: config.env: max_tokens of a context, and max_contexts.
+    search: async (queries, k, turn) -> an answer for each; None: none.
+    count: called with counters of `rollout.core.RolloutStats`.
+    trained: temperature and top_p of clients are not followed: the trainer
+      scores what was sampled at those of the run.
+  """
+
+  def __init__(
+    self,
+    question: types.Question,
+    sample: int,
+    *,
+    engine,
+    tokenizer,
+    sampling: Sampling,
+    seeds,
+    limits,
+    search=None,
+    count: Callable[..., None] = lambda **counts: None,
+    role: str = 'solver',
+    trained: bool = True,
+  ):
+    self.question, self.sample, self.role = question, sample, role
+    self.key = secrets.token_urlsafe(32)
+    self.returned: float | None = None
+    self._engine, self._tokenizer = engine, tokenizer
+    self._sampling, self._seeds = sampling, seeds
+    self._limits, self._trained = limits, trained
+    self._search, self._count = search, count
+    self._searches: list[types.SearchResult | types.SearchError] = []
+    self._record, self._handle = states.Record(), None
+    self._nodes: list[_Node] = []
+    self._begin, self._replies = time.monotonic(), 0
+    self._busy: asyncio.Task | None = None
+    self._closed = False
+
+  @property
+  def edits(self) -> int:
+    """Contexts that began because a client changed or dropped history."""
+    return len(self._record.contexts)
+
+  async def reply(self, request: Request) -> Reply:
+    """Samples the next message of a chat.
+
+    Raises:
+      ChatError: the request cannot be used; nothing was sampled.
+      Busy: the session is sampling for another request.
+      Closed: it has ended.
+      EngineError, asyncio.CancelledError: nothing is recorded.
+    """
+    if self._closed:
+      raise Closed('the session has ended')
+    if self._busy:
+      raise Busy('the session is answering another request: one at a time')
+    self._busy = asyncio.current_task()
+    try:
+      return await self._reply(request)
+    finally:
+      self._busy = None
+
+  async def _reply(self, request: Request) -> Reply:
+    tok, record = self._tokenizer, self._record
+    keys = (_key(request.tools), *map(chat.key, request.messages))
+    ids = self._ids(request, keys)
+    most = self._limits.max_tokens
+    room = most - len(ids)
+    if room < 1:
+      raise ChatError(
+        f'the chat has {len(ids)} tokens, and a context at most {most} '
+        '(config.env.max_tokens), with the reply'
+      )
+    record = self._continued(record, ids)
+    n = min(request.max_tokens or room, room)
+    done = await self._sample(record, ids, n, request)
+    new = types.Segment(
+      np.asarray(done.ids, np.int32),
+      'policy',
+      'other',
+      train=True,
+      logps=np.asarray(done.logps, np.float32),
+      versions=np.asarray(done.versions, np.int32),
+    )
+    record = states.add(record, [new])
+    self._record = dataclasses.replace(
+      record, keep=None, length=len(ids) + len(done.ids)
+    )
+    self._replies += 1
+    self._count(generations=1, sampled_tokens=len(done.ids))
+    said = tok.decode(done.ids)
+    if done.stop in request.stops and not request.shows_stop:
+      said = said[: said.rindex(done.stop)]
+    content, calls = chat.read_calls(said, request.tools)
+    finish = 'length' if done.stop == 'length' else 'stop'
+    finish = 'tool_calls' if calls else finish
+    message = {'role': 'assistant', 'content': content}
+    if calls:
+      message['tool_calls'] = [
+        chat.call({'function': {'name': c.name, 'arguments': c.arguments}})
+        for c in calls
+      ]
+    last = int(done.ids[-1]) if len(done.ids) else -1
+    self._nodes.append(
+      _Node(
+        (*keys, chat.key(message)),
+        [*ids, *map(int, done.ids)],
+        _text(chat.render(tok, request.messages, request.tools)),
+        said,
+        tok.control_name(last) if last in tok.control else '',
+      )
+    )
+    return Reply(content, calls, finish, len(ids), done)
+
+  def _ids(self, request: Request, keys: tuple[str, ...]) -> list[int]:
+    """The ids of a chat: as they were sampled, where they were."""
+    tok = self._tokenizer
+    parts = chat.render(tok, request.messages, request.tools)
+    known = [n for n in self._nodes if keys[: len(n.keys)] == n.keys]
+    for node in sorted(known, key=lambda n: -len(n.keys)):
+      rest = chat.tail(parts, node.before + node.said)
+      if rest is None:  # the template shows earlier replies otherwise
+        continue
+      if rest and rest[0][0].startswith(node.end):
+        rest = [(rest[0][0][len(node.end) :], rest[0][1]), *rest[1:]]
+      return node.ids + tok.encode_parts(rest)
+    return tok.encode_parts(parts, start=True)
+
+  def _continued(self, record: states.Record, ids) -> states.Record:
+    """The record with what the request adds, or with a new context."""
+    held = record.ids.tolist()
+    new = lambda i, author: types.Segment(
+      np.asarray(i, np.int32), author, 'other'
+    )
+    if not held:
+      return states.add(record, [new(ids, 'prompt')])
+    if ids[: len(held)] == held:
+      return states.add(record, [new(ids[len(held) :], 'environment')])
+    if len(record.contexts) + 1 >= self._limits.max_contexts:
+      raise ChatError(
+        'the messages are not those of this session so far, and it has no '
+        f'further context (config.env.max_contexts={self._limits.max_contexts})'
+      )
+    return states.begin(record, [new(ids, 'prompt')], 'edited')
+
+  async def _sample(self, record, ids, n: int, request: Request) -> Completion:
+    engine, handle = self._engine, self._handle
+    own = self._sampling
+    changes: dict[str, Any] = {}
+    if not self._trained:
+      asked = ('temperature', 'top_p')
+      found = {name: getattr(request, name) for name in asked}
+      changes = {name: x for name, x in found.items() if x is not None}
+    seed = self._seeds(len(record.contexts))
+    if request.seed is not None and not self._trained:
+      seed = request.seed
+    sampling = dataclasses.replace(
+      own,
+      max_tokens=n,
+      stops=request.stops,
+      stop_ids=self._tokenizer.eos_ids,
+      seed=seed,
+      limit=self._limits.max_tokens,
+      **changes,
+    )
+    self._handle = None  # until the call has ended, it holds what nobody knows
+    try:
+      if handle is not None and record.keep == 0:  # nothing in common
+        engine.close(handle)
+        handle = None
+      if handle is None:
+        handle = engine.open(types.Prompt(tuple(ids)))
+      else:
+        if record.keep is not None:
+          engine.truncate(handle, record.keep)
+        engine.append(handle, ids[len(handle) :])
+      done = await engine.generate(handle, sampling)
+    except BaseException:
+      if handle is not None:
+        engine.close(handle)
+      raise
+    self._handle = handle
+    return done
+
+  async def search(
+    self, queries: Sequence[str], k: int
+  ) -> list[types.SearchResult]:
+    """What the run's source finds; the trajectory has it as its searches.
+
+    Raises:
+      ChatError: the session has no search.
+      SearchFailed: a search failed, and with it the trajectory.
+    """
+    if self._search is None:
+      raise ChatError('nothing is searched here', 'queries')
+    found = await self._search(queries, k, max(self._replies - 1, 0))
+    self._searches += found
+    lost = sum(isinstance(one, types.SearchError) for one in found)
+    self._count(searches=len(found), failed_searches=lost)
+    for one in found:
+      if isinstance(one, types.SearchError):
+        raise SearchFailed(one)
+    return found
+
+  def close(self) -> None:
+    """Frees what it holds; it answers no more, also what it is asked now."""
+    self._closed = True
+    if self._busy:
+      self._busy.cancel()
+    if self._handle is not None:
+      self._engine.close(self._handle)
+      self._handle = None
+
+  def trajectory(self, failed: bool = False) -> types.Trajectory:
+    """What was recorded."""
+    segments = self._record.segments
+    if not segments:  # no request came
+      ids = self._tokenizer.encode_parts([(self.question.text, False)], True)
+      ids = np.asarray(ids, np.int32)
+      segments = (types.Segment(ids, 'prompt', 'other'),)
+    meta = {'edits': self.edits}
+    if self.returned is not None:
+      meta['returned'] = self.returned
+    lost = any(isinstance(s, types.SearchError) for s in self._searches)
+    return types.Trajectory(
+      self.question,
+      segments,
+      tuple(self._searches),
+      'failed' if failed or lost else 'answer',
+      sample=self.sample,
+      role=self.role,
+      turns=self._replies,
+      seconds=time.monotonic() - self._begin,
+      contexts=self._record.contexts,
+      meta=meta,
+    )
+
+
+class Busy(RuntimeError):
+  """The session is answering another request."""
+
+
+class SearchFailed(RuntimeError):
+  """A search of a program failed."""
+
+  def __init__(self, error: types.SearchError):
+    super().__init__(f'{error.kind}: {error.message}')
+    self.error = error
+
+
+class Closed(RuntimeError):
+  """The session has ended, or never was."""
+
+
+class Sessions:
+  """The sessions that are open, by their key."""
+
+  def __init__(self, most: int):
+    self.most, self._open = most, {}
+
+  def open(self, session: Session) -> Session:
+    engines.require(
+      len(self._open) < self.most, f'{self.most} sessions are open'
+    )
+    self._open[session.key] = session
+    return session
+
+  def find(self, key: str) -> Session:
+    """Raises Closed if there is none."""
+    for known, session in self._open.items():
+      if secrets.compare_digest(known, key):
+        return session
+    raise Closed('no session has this key')
+
+  def close(self, session: Session) -> None:
+    self._open.pop(session.key, None)
+    session.close()
+
+
+def _text(parts) -> str:
+  return ''.join(text for text, _ in parts)
+
+
+def _key(tools) -> str:
+  return json.dumps(list(tools), sort_keys=True)

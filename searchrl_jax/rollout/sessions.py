@@ -1,0 +1,168 @@
+"""Trajectories that programs play through an OpenAI-compatible endpoint.
+
+`config.rollout.program` names what plays one: the dotted path of a function
+f(base_url, api_key, question) -> reward or None, which runs in a thread; or a
+command, which finds OPENAI_BASE_URL, OPENAI_API_KEY and SEARCHRL_QUESTION
+(JSON) in its environment. It sends chats with any OpenAI client, and what the
+policy writes is recorded (`endpoint.sessions`). It may also send its reward to
+/v1/reward. The reward `program.returned` is what it returned or sent; the other
+functions of config.reward score the trajectory as any.
+
+A program that raises, ends with another status than 0, or takes more than
+`program_seconds`, has failed: its trajectory is left out, as that of a failed
+service is (design 5.4).
+"""
+
+import asyncio
+from collections.abc import Sequence
+import concurrent.futures
+import contextlib
+import dataclasses
+import functools
+import inspect
+import json
+import os
+import shlex
+import sys
+
+from ml_collections import ConfigDict
+import numpy as np
+
+from searchrl_jax import lookup
+from searchrl_jax.endpoint import app
+from searchrl_jax.endpoint.sessions import Session, Sessions
+from searchrl_jax.engines.core import Sampling
+from searchrl_jax.rollout.core import Services
+from searchrl_jax.types import Group, Question, SearchError, SearchRequest
+
+
+async def sample(
+  questions: Sequence[Question],
+  services: Services,
+  *,
+  program: str,
+  program_seconds: float,
+) -> list[Group]:
+  """A trajectory of the program for each name; see the module."""
+  c, env = services.config, services.env
+  slots, sessions = services.slots(), Sessions(sys.maxsize)
+  sampling = Sampling(
+    1,
+    temperature=c.temperature,
+    top_p=c.top_p,
+    top_k=c.top_k,
+    priority=services.step,
+  )
+  # A program that hangs keeps its thread: there is one for each.
+  pool = concurrent.futures.ThreadPoolExecutor(
+    max(1, services.total), 'program'
+  )
+  play = _program(program, pool)
+
+  async def one(url: str, question: Question, n: int) -> None:
+    async with slots:
+      seeds = lambda k: services.stream(
+        question, n, ('context', k) if k else ()
+      )
+      session = Session(
+        question,
+        n,
+        engine=services.engine,
+        tokenizer=env.tokenizer,
+        sampling=sampling,
+        seeds=seeds,
+        limits=env.config,
+        search=functools.partial(_search, services, question, n),
+        count=functools.partial(services.count, (question.id, n)),
+        role=services.role,
+      )
+      sessions.open(session)
+      failed = ''
+      try:
+        async with asyncio.timeout(program_seconds):
+          reward = await play(url, session.key, question)
+        if reward is not None and session.returned is None:
+          session.returned = float(reward)
+          if not np.isfinite(session.returned):
+            failed, session.returned = f'its reward is {reward}', None
+      except TimeoutError:
+        failed = f'it took more than {program_seconds} s'
+      except Exception as error:  # a program may raise anything
+        failed = f'{type(error).__name__}: {error}'
+      finally:
+        sessions.close(session)
+      if failed:
+        request = SearchRequest('', 0, question)
+        services.last_error = SearchError(
+          request, 'program', f'{program}: {failed}'
+        )
+    services.record(session.trajectory(bool(failed)))
+
+  work = []
+  async with contextlib.AsyncExitStack() as stack:
+    served = app.make(sessions, env.tokenizer)
+    url = await stack.enter_async_context(app.serving(served))
+    for question, names in zip(questions, services.names(questions)):
+      missing = [n for name, n in names if (name, n) not in services.done]
+      work += [one(url, question, n) for n in missing]
+    stack.callback(pool.shutdown, wait=False, cancel_futures=True)
+    await services.gather(work)
+  return services.groups(questions)
+
+
+async def _search(services: Services, question, n: int, queries, k: int, turn):
+  name = f'{question.id}/{services.role}/{n}'
+  about = dict(question=question, trajectory=name, turn=turn)
+  requests = [SearchRequest(q, k, step=services.step, **about) for q in queries]
+  return await services.source.search(requests)
+
+
+def check(config: ConfigDict) -> None:
+  """Refuses a program that there is not.
+
+  Raises:
+    ConfigError: names the field.
+  """
+  with lookup.of('config.rollout.program'):
+    _program(config.program, None)
+  what = f'config.rollout.program_seconds={config.program_seconds}: above 0'
+  lookup.require(config.program_seconds > 0, what)
+
+
+sample.check = check  # type: ignore[attr-defined]
+
+
+def _program(name: str, pool):
+  """async (url, key, question) -> reward or None; functions run in the pool."""
+  lookup.require(
+    name, 'config.rollout.program is empty: a function or a command'
+  )
+  if ' ' in name or '/' in name:
+    return lambda *args: _command(shlex.split(name), *args)
+  function = lookup.function('searchrl_jax.rollout', name)
+  if inspect.iscoroutinefunction(function):
+    return function
+  in_pool = lambda *args: asyncio.get_running_loop().run_in_executor(
+    pool, function, *args
+  )
+  return in_pool
+
+
+async def _command(command: Sequence[str], url, key, question: Question):
+  own = json.dumps(dataclasses.asdict(question))
+  found = {'OPENAI_BASE_URL': url, 'OPENAI_API_KEY': key}
+  process = await asyncio.create_subprocess_exec(
+    *command,
+    env=os.environ | found | {'SEARCHRL_QUESTION': own},
+    stdout=asyncio.subprocess.DEVNULL,
+    stderr=asyncio.subprocess.PIPE,
+    start_new_session=True,
+  )
+  try:
+    _, said = await process.communicate()
+  finally:
+    with contextlib.suppress(ProcessLookupError):  # and what it has started
+      os.killpg(process.pid, 9)
+  if process.returncode:
+    last = said.decode('utf-8', 'replace').strip()[-500:]
+    raise RuntimeError(f'status {process.returncode}: {last}')

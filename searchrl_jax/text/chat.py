@@ -1,0 +1,231 @@
+"""Chats as programs send them: messages and tools to ids, replies to calls.
+
+A program sends the whole chat with every request, as OpenAI's clients do. Text
+of it is outside text: it cannot become a control token (`tokenizer`).
+"""
+
+from collections.abc import Mapping, Sequence
+import itertools
+import json
+import re
+from typing import Any, NamedTuple
+
+from searchrl_jax.lookup import require
+from searchrl_jax.text.untrusted import Part
+
+ROLES = 'system', 'developer', 'user', 'assistant', 'tool'
+_MARK = re.compile('\ue000(\\d+)\ue001')
+_CALL = re.compile(r'<tool_call>\s*(.*?)\s*</tool_call>', re.DOTALL)
+
+
+class ChatError(ValueError):
+  """A request that cannot be used; the message names the field.
+
+  param: the field, as OpenAI's errors have it.
+  """
+
+  def __init__(self, message: str, param: str = 'messages'):
+    super().__init__(message)
+    self.param = param
+
+
+class Call(NamedTuple):
+  """A call of a tool; arguments as the policy wrote them, JSON."""
+
+  name: str
+  arguments: str
+
+
+def read_messages(value: Any) -> list[dict[str, Any]]:
+  """The messages of a request, with what decides their text alone.
+
+  Each has role and content (a text), and may have name, tool_call_id and
+  tool_calls; their arguments are parsed where they are JSON.
+
+  Raises:
+    ChatError: names the message and what is wrong with it.
+  """
+
+  def check(good, where, what):
+    require(good, f'messages{where}: {what}', ChatError)
+
+  check(isinstance(value, list) and value, '', 'expected a list of messages')
+  out = []
+  for n, message in enumerate(value):
+    where = f'[{n}]'
+    check(isinstance(message, dict), where, 'expected an object')
+    role, content = message.get('role'), message.get('content')
+    check(role in ROLES, where, f'role={role!r:.60} is none of {ROLES}')
+    if isinstance(content, list):
+      texts = [x.get('text') for x in content if isinstance(x, dict)]
+      good = len(texts) == len(content) and all(
+        isinstance(x, str) for x in texts
+      )
+      check(good, where, 'a part of its content is no text')
+      content = ''.join(texts)
+    good = isinstance(content or '', str)
+    check(good, where, f'content is {content!r:.60}, not a text')
+    made = {'role': role, 'content': content or ''}
+    for name in ('name', 'tool_call_id'):
+      if message.get(name) is not None:
+        good = isinstance(message[name], str)
+        check(good, where, f'{name} is {message[name]!r:.60}, not a text')
+        made[name] = message[name]
+    calls = message.get('tool_calls') or ()
+    check(isinstance(calls, list | tuple), where, 'tool_calls is no list')
+    if calls:
+      made['tool_calls'] = [call(c, f'messages{where}') for c in calls]
+    out.append(made)
+  return out
+
+
+def call(given: Any, where: str = '') -> dict[str, Any]:
+  """A call of a message, with its arguments parsed; see `read_messages`."""
+  function = given.get('function') if isinstance(given, dict) else None
+  good = isinstance(function, dict) and isinstance(function.get('name'), str)
+  require(good, f'{where}: a call without a function and its name', ChatError)
+  arguments = function.get('arguments', '{}')
+  if isinstance(arguments, str):
+    try:
+      arguments = json.loads(arguments)
+    except ValueError:
+      pass  # as it was written
+  function = {'name': function['name'], 'arguments': arguments}
+  return {'id': given.get('id', ''), 'type': 'function', 'function': function}
+
+
+def read_tools(value: Any) -> list[dict[str, Any]]:
+  """The tools of a request.
+
+  Raises:
+    ChatError: names the tool.
+  """
+  require(isinstance(value or [], list), 'tools: expected a list', ChatError)
+  for n, tool in enumerate(value or []):
+    function = tool.get('function') if isinstance(tool, dict) else None
+    good = isinstance(function, dict) and isinstance(function.get('name'), str)
+    good = good and isinstance(function.get('parameters', {}), dict)
+    if not good:
+      what = 'expected {"type": "function", "function": {"name": ...}}'
+      raise ChatError(f'tools[{n}]: {what}', 'tools')
+  return value or []
+
+
+def key(message: Mapping[str, Any]) -> str:
+  """Equal for messages of equal text, however a client writes them."""
+  calls = [
+    (call['function']['name'], call['function']['arguments'])
+    for call in message.get('tool_calls', ())
+  ]
+  # Ids of calls are the server's, and some clients make their own.
+  return json.dumps(
+    [message['role'], message['content'], calls], sort_keys=True
+  )
+
+
+def render(
+  tokenizer, messages: Sequence[Mapping], tools: Sequence = (), reply=True
+) -> list[Part]:
+  """The chat as (text, ours) parts, as the tokenizer's template writes it.
+
+  Without a template, the contents one after another.
+
+  reply: up to the start of the next reply.
+
+  Raises:
+    ChatError: the template rejects the chat, or has no place for tools.
+  """
+  if not tokenizer.has_chat:
+    require(
+      not tools,
+      f'{tokenizer.path} has no chat template, and so no tools',
+      ChatError,
+    )
+    return [(m['content'], False) for m in messages if m['content']]
+  outside: list[str] = []
+
+  def marked(value: Any) -> Any:
+    """With a mark for each text that holds a token of the tokenizer's own."""
+    if isinstance(value, str):
+      value = value.replace('\ue000', '').replace('\ue001', '')
+      if not tokenizer.has_added(value):
+        return value
+      outside.append(value)
+      return f'\ue000{len(outside) - 1}\ue001'
+    if isinstance(value, Mapping):
+      return {marked(k): marked(v) for k, v in value.items()}
+    return [*map(marked, value)] if isinstance(value, list) else value
+
+  shown = [
+    {'role': m['role']} | {k: marked(v) for k, v in m.items() if k != 'role'}
+    for m in messages
+  ]
+  try:
+    text = tokenizer.chat(shown, tools=[*map(marked, tools)], reply=reply)
+  except ValueError as error:
+    raise ChatError(str(error)) from error
+  if tools:
+    plain = tokenizer.chat(shown, reply=reply)
+    if plain == text:
+      why = f'the chat template of {tokenizer.path} shows no tools'
+      raise ChatError(f'{why}; describe them in a message', 'tools')
+  pieces = _MARK.split(text)
+  for n in range(1, len(pieces), 2):
+    said = outside[int(pieces[n])]
+    if pieces[n - 1].endswith('"') and pieces[n + 1].startswith('"'):
+      said = json.dumps(said, ensure_ascii=False)[1:-1]  # within JSON
+    pieces[n] = said
+  ours = itertools.cycle((True, False))
+  return [(piece, own) for piece, own in zip(pieces, ours) if piece]
+
+
+def tail(parts: Sequence[Part], start: str) -> list[Part] | None:
+  """What follows a text at the beginning of the parts; None: it is no such."""
+  out = []
+  for n, (text, ours) in enumerate(parts):
+    common = text[: len(start)]
+    if not start.startswith(common):
+      return None
+    start = start[len(common) :]
+    if len(common) < len(text):
+      out = [(text[len(common) :], ours), *parts[n + 1 :]]
+      return out if not start else None
+  return [] if not start else None
+
+
+def read_calls(text: str, tools: Sequence[Mapping]) -> tuple[str, list[Call]]:
+  """Calls of tools in a reply, and the text without them.
+
+  Two forms: blocks <tool_call>{"name": ..., "arguments": {...}}</tool_call>
+  (Qwen, Hermes), or the reply is one such object (Llama 3.1, "parameters").
+  What is no call of a tool that there is stays text.
+  """
+  names = {tool['function']['name'] for tool in tools}
+  if not names:
+    return text, []
+  calls: list[Call] = []
+
+  def taken(match: re.Match) -> str:
+    call = _parsed(match[1], names)
+    if call is None:
+      return match[0]
+    calls.append(call)
+    return ''
+
+  rest = _CALL.sub(taken, text)
+  if not calls and (call := _parsed(text.strip(), names)):
+    return '', [call]
+  return (rest.strip() if calls else text), calls
+
+
+def _parsed(text: str, names: set[str]) -> Call | None:
+  try:
+    found = json.loads(text)
+  except (ValueError, RecursionError):
+    return None
+  if not isinstance(found, dict) or found.get('name') not in names:
+    return None
+  arguments = found.get('arguments', found.get('parameters'))
+  if not isinstance(arguments, dict):
+    return None
+  return Call(found['name'], json.dumps(arguments, ensure_ascii=False))

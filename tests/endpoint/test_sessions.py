@@ -1,0 +1,208 @@
+"""Sessions: what a client sees is recorded, and trained, token by token."""
+
+import asyncio
+import types as namespaces
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+import numpy as np
+import pytest
+
+from searchrl_jax.endpoint.sessions import Busy, Closed, Request, Session
+from searchrl_jax.engines.core import Completion, Sampling
+from searchrl_jax.learn import batching
+from searchrl_jax.text.chat import ChatError
+from searchrl_jax.types import Question
+from tests import fakes
+
+EOS = fakes.EOS
+
+
+class Tokens(fakes.ByteTokenizer):
+  """A token is a byte; a chat without a template."""
+
+  control = frozenset({EOS})
+
+  def control_name(self, i):
+    return '<eos>'
+
+  def has_added(self, text):
+    return False
+
+
+class Chats(Tokens):
+  """With a template, whose <x> and </x> enclose messages; </x> is eos."""
+
+  has_chat = True
+
+  def control_name(self, i):
+    return '</x>'
+
+  def chat(self, messages, tools=(), reply=True):
+    said = [f'<x>{m["role"]}:{m["content"]}</x>\n' for m in messages]
+    return ''.join([*map(str, tools), *said, '<x>assistant:' * reply])
+
+  def encode_parts(self, parts, start=False):
+    text = ''.join(t for t, _ in parts)
+    out = []
+    for n, piece in enumerate(text.split('</x>')):
+      out += [EOS] * bool(n) + [*piece.encode()]
+    return out
+
+
+class Engine:
+  """Samples letters by seed and position; keeps what it was asked after."""
+
+  def __init__(self):
+    self.asked, self.opened = [], 0
+
+  def open(self, prompt):
+    self.opened += 1
+    return list(prompt.ids)
+
+  def truncate(self, handle, n):
+    assert 1 <= n <= len(handle)
+    del handle[n:]
+
+  def append(self, handle, ids):
+    handle.extend(ids)
+
+  def close(self, handle):
+    self.opened -= 1
+
+  async def generate(self, handle, s: Sampling):
+    before, at = list(handle), len(handle)
+    ids = []
+    while len(ids) < s.max_tokens:
+      rng = np.random.default_rng([s.seed, at + len(ids)])
+      i = int(rng.choice([*b'abc.<', EOS]))
+      ids.append(i)
+      if i == EOS or bytes(x for x in ids if x < EOS).endswith(b'.'):
+        break
+    await asyncio.sleep(0)
+    handle.extend(ids)
+    stop = 'eos' if ids[-1] == EOS else '.' if ids[-1] == 46 else 'length'
+    self.asked.append((before, ids))
+    logps = -np.arange(1, len(ids) + 1, dtype=np.float32)
+    return Completion(
+      np.array(ids, np.int32), logps, stop, np.zeros(len(ids), np.int32)
+    )
+
+
+def made(tokens=None, engine=None, most=400, contexts=99):
+  limits = namespaces.SimpleNamespace(max_tokens=most, max_contexts=contexts)
+  return Session(
+    Question('q', 'who?'),
+    0,
+    engine=engine or Engine(),
+    tokenizer=tokens or Tokens(),
+    sampling=Sampling(1),
+    seeds=lambda k: k,
+    limits=limits,
+  )
+
+
+def user(text):
+  return {'role': 'user', 'content': text}
+
+
+def check(session, engine):
+  """Each sampled token is trained once, after what it was sampled after."""
+  parts = batching.tokens_of(0, session.trajectory())
+  trained = []
+  for p in parts:
+    for n in np.flatnonzero(p.mask):
+      trained.append((tuple(p.ids[:n].tolist()), int(p.ids[n])))
+  sampled = [
+    ((*before, *ids[:n]), i)
+    for before, ids in engine.asked
+    for n, i in enumerate(ids)
+  ]
+  assert trained == [(tuple(b), i) for b, i in sampled]
+  logps = np.concatenate([p.logps[p.mask] for p in parts])
+  own = [-np.arange(1, len(i) + 1) for _, i in engine.asked]
+  assert (logps == np.concatenate(own)).all()
+
+
+@pytest.mark.parametrize('tokens', [Tokens, Chats])
+def test_a_chat_that_goes_on_is_one_context(tokens):
+  engine, messages = Engine(), [user('hello ')]
+  session = made(tokens(), engine)
+
+  async def chat():
+    for n in range(6):
+      reply = await session.reply(Request([*messages], stops=('.',)))
+      messages.append({'role': 'assistant', 'content': reply.content})
+      messages.append(user(f'and {n}? '))
+
+  asyncio.run(chat())
+  check(session, engine)
+  t = session.trajectory()
+  assert (t.contexts, session.edits, t.turns) == ((), 0, 6)
+  session.close()
+  assert engine.opened == 0
+
+
+@pytest.mark.parametrize('tokens', [Tokens, Chats])
+@settings(max_examples=60)
+@given(st.data())
+def test_whatever_a_client_does_to_history(tokens, data):
+  engine = Engine()
+  session = made(tokens(), engine)
+
+  async def chat():
+    messages = [user('hi ')]
+    for _ in range(data.draw(st.integers(1, 8))):
+      n = data.draw(st.sampled_from([0, 3]))
+      reply = await session.reply(
+        Request([*messages], stops=('.',), max_tokens=n)
+      )
+      messages.append({'role': 'assistant', 'content': reply.content})
+      what = data.draw(st.sampled_from('extend edit drop repeat swap'.split()))
+      at = data.draw(st.integers(0, len(messages) - 1))
+      if what == 'edit':
+        messages[at] = messages[at] | {'content': 'x '}
+      elif what == 'drop' and len(messages) > 1:
+        del messages[at]
+      elif what == 'repeat':
+        messages.pop()  # the same request again
+        continue
+      elif what == 'swap':
+        messages[at], messages[-1] = messages[-1], messages[at]
+      messages.append(user('more '))
+
+  asyncio.run(chat())
+  check(session, engine)
+
+
+def test_a_cancelled_request_leaves_the_session_as_it_was():
+  engine = Engine()
+  session = made(engine=engine)
+
+  async def chat():
+    await session.reply(Request([user('a ')]))
+    before = session.trajectory().segments
+    slow = asyncio.ensure_future(session.reply(Request([user('b ')])))
+    await asyncio.sleep(0)
+    with pytest.raises(Busy):
+      await session.reply(Request([user('c ')]))
+    slow.cancel()
+    with pytest.raises(asyncio.CancelledError):
+      await slow
+    assert session.trajectory().segments == before and engine.opened == 0
+    await session.reply(Request([user('d ')]))
+
+  asyncio.run(chat())
+  session.close()
+  with pytest.raises(Closed):
+    asyncio.run(session.reply(Request([user('e ')])))
+  assert engine.opened == 0
+
+
+def test_limits_are_errors_of_the_request():
+  session = made(most=20, contexts=1)
+  with pytest.raises(ChatError, match='max_tokens'):
+    asyncio.run(session.reply(Request([user('x' * 30)])))
+  asyncio.run(session.reply(Request([user('x')], max_tokens=2)))
+  with pytest.raises(ChatError, match='max_contexts'):
+    asyncio.run(session.reply(Request([user('y')])))

@@ -1,0 +1,103 @@
+"""Runs whose trajectories have several contexts, end to end."""
+
+import numpy as np
+import pytest
+
+from configs.methods import contexts
+from searchrl_jax import train, view
+from searchrl_jax.learn import batching, update
+from searchrl_jax.store import records
+from searchrl_jax.text.env import SearchEnv
+from searchrl_jax.text.parser import Block
+from tests import tiny
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures('programs')]
+
+
+class Acts(SearchEnv):
+  """Each turn searches as long as it may, then answers, whatever it says."""
+
+  def _action(self, state, blocks):
+    kind = 'search' if self._may_search(state) else 'answer'
+    return Block(kind, 'policy', state.question.text, turn=state.turn)
+
+
+def config(url, kind):
+  c = tiny.config(url)
+  c.source.k = 1
+  c.env.module = f'{__name__}.Acts'
+  c.env.max_turns, c.env.max_observation_tokens = 3, 24
+  argument = f'kind={kind},contexts=3,attempts=3,note=8'
+  changes = contexts.get_config(argument)
+  names = 'template max_contexts keep_observations on_full on_answer attempts'
+  for name in (*names.split(), 'max_note_tokens'):
+    c.env[name] = changes.env[name]
+  if kind == 'attempts':
+    c.env.max_turns = 1
+  if kind == 'summary':
+    c.env.max_tokens, c.engine.max_len = 64, 64
+    c.batch.lengths = (64,)
+  c.reward = dict(odd=dict(fn='tests.tiny.odd', weight=1.0))
+  c.algorithm.update(aggregation='sequence', epochs=2)
+  return c
+
+
+@pytest.mark.parametrize('kind', contexts.KINDS)
+def test_a_run_trains_each_sampled_token_once(kind, url, tmp_path):
+  c = config(url, kind)
+  train.train(c, str(tmp_path / 'run'))
+  found = [*records.read(tmp_path / 'run/trajectories')]
+  counts = [len(r.trajectory.contexts) for r in found]
+  assert max(counts) == (1 if kind == 'drop' else 2) or max(counts) == 2
+  for r in found:
+    t = r.trajectory
+    parts = batching.tokens_of(0, t)
+    trained = [i for p in parts for i in p.ids[p.mask].tolist()]
+    own = [s for s in t.segments if s.author == 'policy']
+    assert trained == [i for s in own for i in s.ids.tolist()]
+    # The engine's log-probs are of the same contexts.
+    mask = batching.masks([t])[0]
+    assert np.isfinite(r.trainer_logps[mask]).all()
+    engine = np.concatenate([s.logps for s in own])
+    np.testing.assert_allclose(r.trainer_logps[mask], engine, atol=2e-2)
+    assert (np.isfinite(r.advantages) == mask).all()
+  reasons = {x.reason for r in found for x in r.trajectory.contexts}
+  assert reasons == {'drop': {'dropped'}}.get(kind, {'refine'})
+  page = view.write([tmp_path / 'run'], tmp_path / 'page.html')
+  scripts = ''.join(p.read_text() for p in tmp_path.rglob('*.js'))
+  assert page.exists() and f'context_{[*reasons][0]}' in scripts
+
+
+class Killed(BaseException):
+  """Stands for a kill."""
+
+
+def test_a_killed_run_goes_on_bit_for_bit(url, tmp_path, monkeypatch, programs):
+  c = config(url, 'summary')
+  train.train(c, str(tmp_path / 'whole'))
+  real, calls = update.Updater.step, []
+
+  def killed(*args, **kw):
+    calls.append(1)
+    if len(calls) == 3:
+      raise Killed
+    return real(*args, **kw)
+
+  with monkeypatch.context() as m:
+    m.setattr(update.Updater, 'step', killed)
+    with pytest.raises(Killed):
+      train.train(c, str(tmp_path / 'cut'))
+  programs.clear()
+  train.train(c, str(tmp_path / 'cut'))
+
+  def played(name):
+    return [
+      (
+        r.trajectory.id,
+        [s.ids.tolist() for s in r.trajectory.segments],
+        [(x.start, x.prompt.tolist()) for x in r.trajectory.contexts],
+      )
+      for r in records.read(tmp_path / name / 'trajectories')
+    ]
+
+  assert played('whole') == played('cut')

@@ -1,0 +1,112 @@
+"""A program with OpenAI's client trains the policy that it talks to."""
+
+import sys
+import threading
+
+import httpx
+import numpy as np
+import openai
+import pytest
+
+from searchrl_jax import checks, train
+from searchrl_jax.learn import batching
+from searchrl_jax.lookup import ConfigError
+from searchrl_jax.store import records
+from tests import tiny
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures('programs')]
+
+
+def agent(base_url, api_key, question):
+  """Asks, searches by HTTP, asks again; earns by what it reads."""
+  client = openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0)
+  messages = [{'role': 'user', 'content': f'Question: {question.text}\n'}]
+  say = lambda: client.chat.completions.create(
+    model='policy', messages=messages, max_tokens=8
+  )
+  first = say().choices[0].message.content
+  found = httpx.post(
+    base_url.replace('/v1', '/retrieve'),
+    json={'queries': [question.text], 'topk': 1},
+    headers={'Authorization': f'Bearer {api_key}'},
+  ).json()
+  text = found['result'][0][0]['document']['contents']
+  messages.append({'role': 'assistant', 'content': first})
+  messages.append({'role': 'user', 'content': text})
+  second = say()
+  if question.id.endswith('3'):  # history that it has changed
+    messages[0]['content'] = 'Question: again?'
+    say()
+  return float(second.usage.completion_tokens % 3)
+
+
+def crashes(base_url, api_key, question):
+  if question.id.endswith(('1', '2')):
+    raise RuntimeError('I broke')
+  return agent(base_url, api_key, question)
+
+
+def config(url, program):
+  c = tiny.config(url)
+  c.rollout.update(sampler='sessions', program=f'{__name__}.{program}')
+  c.env.max_contexts, c.env.max_tokens = 3, 96
+  c.batch.tokens = 384
+  c.reward = dict(own=dict(fn='program.returned', weight=1.0))
+  c.rollout.max_failed = 1.0
+  c.eval.every = 0
+  return c
+
+
+def test_what_a_program_samples_is_trained(url, tmp_path):
+  c = config(url, 'agent')
+  before = threading.active_count()
+  train.train(c, str(tmp_path))
+  found = [*records.read(tmp_path / 'trajectories')]
+  assert len(found) == 3 * 4 * 2
+  for r in found:
+    t = r.trajectory
+    assert t.end == 'answer' and len(t.searches) == 1 and t.turns >= 2
+    assert r.reward == t.meta['returned']
+    own = [s for s in t.segments if s.author == 'policy']
+    parts = batching.tokens_of(0, t)
+    trained = [i for p in parts for i in p.ids[p.mask].tolist()]
+    assert trained == [i for s in own for i in s.ids.tolist()]
+    assert (np.isfinite(r.advantages) == batching.masks([t])[0]).all()
+  assert threading.active_count() <= before + 8
+
+
+def test_a_program_that_crashes_costs_its_trajectory(url, tmp_path):
+  train.train(config(url, 'crashes'), str(tmp_path))
+  found = [*records.read(tmp_path / 'trajectories')]
+  broken = {r.trajectory.id for r in found if r.trajectory.failed}
+  assert broken and all(i.split('/')[0].endswith(('1', '2')) for i in broken)
+  assert not any(r.valid for r in found if r.trajectory.failed)
+
+
+def test_a_command_plays_too(url, tmp_path):
+  script = tmp_path / 'agent.py'
+  script.write_text("""
+import json, os, urllib.request as http
+body = {'messages': [{'role': 'user', 'content': 'hi'}], 'max_tokens': 4}
+def post(path, body):
+  request = http.Request(
+    os.environ['OPENAI_BASE_URL'] + path, json.dumps(body).encode(),
+    {'Authorization': 'Bearer ' + os.environ['OPENAI_API_KEY']})
+  return json.load(http.urlopen(request))
+reply = post('/chat/completions', body)
+question = json.loads(os.environ['SEARCHRL_QUESTION'])
+post('/reward', {'reward': len(question['id']) % 2})
+""")
+  c = config(url, 'agent')
+  c.rollout.program = f'{sys.executable} {script}'
+  c.train.steps = 1
+  train.train(c, str(tmp_path / 'run'))
+  found = [*records.read(tmp_path / 'run/trajectories')]
+  assert {r.reward for r in found} <= {0.0, 1.0}
+  assert all(r.trajectory.turns == 1 for r in found)
+
+
+def test_a_program_that_there_is_not_is_named(url):
+  c = config(url, 'nobody')
+  with pytest.raises(ConfigError, match='config.rollout.program'):
+    checks.check(c)
