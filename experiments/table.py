@@ -15,7 +15,7 @@ import pathlib
 from absl import app
 
 from experiments import common
-from searchrl_jax.sweep.figures import Interval, show
+from searchrl_jax.sweep.figures import Interval, interval, show
 
 
 class Missing(LookupError):
@@ -26,12 +26,13 @@ class Missing(LookupError):
 class Bar:
   """A threshold for a figure.
 
-  value: computes the figure from a function (arm, evaluation, score) ->
-  Interval.
+  value: computes the figure from a function (arm, evaluation, score, less='')
+  -> Interval; of the difference to the arm `less`, paired by seed, if it is
+  given.
   """
 
   name: str
-  value: Callable[[Callable[[str, str, str], Interval]], float | None]
+  value: Callable[[Callable[..., Interval]], float | None]
   bar: float
   at_most: bool = False
   strict: bool = False
@@ -40,11 +41,15 @@ class Bar:
 def judge(bars: Sequence[Bar], arms: Mapping[str, dict]) -> list[dict]:
   """The bars; one whose arm is not complete has no value and does not hold."""
 
-  def look(arm: str, variant: str, score: str) -> Interval:
+  def look(arm: str, variant: str, score: str, less: str = '') -> Interval:
     try:
+      if less:
+        mine, theirs = (arms[name]['seeds'] for name in (arm, less))
+        value = lambda runs, seed: runs[seed]['values'][variant][score]
+        return interval([value(mine, s) - value(theirs, s) for s in mine])
       return Interval(**arms[arm]['mean'][variant][score])
     except KeyError as e:
-      raise Missing(f'{arm}: {variant}/{score}') from e
+      raise Missing(f'{arm}, {less}: {variant}/{score}') from e
 
   out = []
   for bar in bars:

@@ -65,8 +65,7 @@ def turns(trace: data.Trace, template, recall=None):
     elif kind == 'other':
       said += [(payload, False)]
     elif kind in template.tags:
-      opening, closing = template.tags[kind]
-      said += [(opening, True), (f' {payload} ', False), (closing, True)]
+      said += _block(kind, payload, template)
     else:
       raise ValueError(
         f'a trace writes the block {kind!r}, and the template {template.name!r}'
@@ -99,24 +98,20 @@ def render(trace: data.Trace, env: SearchEnv, sample: int):
     nobody = types.Question('text', '')
     return types.Trajectory(nobody, whole, (), 'answer', sample)
   state, action = env.reset(trace.question)
+  notes = iter(trace.notes)
   for parts, passages in turns(trace, env.template, recall):
     if isinstance(action, Done):
       break
-    ids = env.tokenizer.encode_parts(parts)
-    text = ''.join(text for text, _ in parts)
-    if not text.endswith(action.stops):
-      ids = [*ids, env.tokenizer.eos_ids[0]]  # what ends a boxed answer
-    ids = np.asarray(ids, np.int32)
-    if len(ids) > action.max_tokens:
+    completion = _written(parts, env, action)
+    if completion is None:
       return None
-    nothing = np.zeros(len(ids), np.float32)
-    version = np.zeros(len(ids), np.int32)
-    state, action = env.step(state, Completion(ids, nothing, 'eos', version))
+    state, action = env.step(state, completion)
     if passages is not None and not isinstance(action, Done):
       if not isinstance(action, Search):
         raise ValueError(
-          f'trace of {trace.question.id}: passages after {text!r}, which the '
-          'environment does not take for a search'
+          f'trace of {trace.question.id}: passages after '
+          f'{"".join(text for text, _ in parts)!r}, which the environment does '
+          'not take for a search'
         )
       # What a trace reads: passages, or the text of a tool.
       text = ''.join(x for x in passages if isinstance(x, str))
@@ -126,9 +121,39 @@ def render(trace: data.Trace, env: SearchEnv, sample: int):
       answers = [types.SearchResult(first, found, text=text)]
       answers += [types.SearchResult(r, ()) for r in others]
       state, action = env.step(state, answers)
+      note = next(notes, None)
+      if state.asked:
+        what = f'trace of {trace.question.id}: the environment asks for '
+        lookup.require(
+          note, f'{what}{state.asked!r}, and it has no notes', ValueError
+        )
+        parts = _block(state.asked, note, env.template)
+        completion = _written(parts, env, action)
+        if completion is None:
+          return None
+        state, action = env.step(state, completion)
   if not isinstance(action, Done):
     raise ValueError(f'trace of {trace.question.id} does not end')
   return env.trajectory(state, sample) if action.end == 'answer' else None
+
+
+def _block(kind: str, text: str, template) -> list[Part]:
+  opening, closing = template.tags[kind]
+  return [(opening, True), (f' {text} ', False), (closing, True)]
+
+
+def _written(
+  parts: Sequence[Part], env: SearchEnv, action
+) -> Completion | None:
+  """What the policy would have sampled; None if it is too long."""
+  ids = env.tokenizer.encode_parts(parts)
+  if not ''.join(text for text, _ in parts).endswith(action.stops):
+    ids = [*ids, env.tokenizer.eos_ids[0]]  # what ends a boxed answer
+  if len(ids) > action.max_tokens:
+    return None
+  nothing = np.zeros(len(ids), np.float32)
+  version = np.zeros(len(ids), np.int32)
+  return Completion(np.asarray(ids, np.int32), nothing, 'eos', version)
 
 
 def searcher(source, run: Callable):
@@ -274,6 +299,12 @@ def _sft(config, workdir: str) -> dict[str, float]:
   taught = config.copy_and_resolve_references()
   taught.env.train_information = True
   taught.env.train_observations = False  # the policy is not to write them
+  if taught.env.on_answer:  # a trace is one attempt
+    taught.env.update(attempts=1, on_answer='')
+    asks = bool(taught.env.on_full)
+    taught.env.max_note_tokens *= asks
+    if not (asks or taught.env.keep_observations):
+      taught.env.max_contexts = 1
   env = build.environment(taught, tok)
   with contextlib.ExitStack() as stack:
     with progress.phase('retrieval server', config.log.progress):
@@ -308,9 +339,8 @@ def _sft(config, workdir: str) -> dict[str, float]:
       with run.writer.timer('update'):
         part = [trajectories[i] for i in rows[run.step]]
         kept, groups = np.ones(len(part), bool), np.arange(len(part))
-        (mini,) = batching.make(
-          part, kept, groups, config.batch, shards=learner.shards
-        )
+        how = dict(shards=learner.shards, contexts=config.env.max_contexts)
+        (mini,) = batching.make(part, kept, groups, config.batch, **how)
         learned = learner.step(mini)
       seconds = time.monotonic() - begin
       run.check_finite(learned, mini)

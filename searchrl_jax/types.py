@@ -237,6 +237,16 @@ class Trajectory:
       out.append((prompt, *cut(self.trained, context.start, end)))
     return tuple(out)
 
+  def before(self, n: int) -> np.ndarray:
+    """int32 ids: what a policy has read when n tokens of `trained` exist."""
+    start = sum(c.start < n for c in self.contexts)
+    prompt, first = np.zeros(0, np.int32), 0
+    if start:
+      context = self.contexts[start - 1]
+      prompt, first = context.prompt, context.start
+    own = [s.ids for s in cut(self.trained, first, n)]
+    return np.concatenate([prompt, *own]).astype(np.int32)
+
   def calls(self, tool: str) -> tuple[SearchResult | SearchError, ...]:
     """What a tool answered, in order; that of SEARCH is what was searched."""
     return tuple(s for s in self.searches if s.request.tool == tool)

@@ -72,8 +72,7 @@ async def likelihood(trajectories, context, *, frame: str):
   wanted = []
   for t in trajectories:
     gold = tok.encode(f' {t.question.answers[0]}')
-    history = np.concatenate([s.ids for s in t.trained]).tolist()
-    rows = [(*history[:n], *opened, *gold) for n in histories(t)]
+    rows = [(*t.before(n).tolist(), *opened, *gold) for n in histories(t)]
     rows = [r for r in rows if len(r) <= engine.max_len]
     wanted.append((rows, len(histories(t))))
     known |= {r: len(gold) for r in rows}

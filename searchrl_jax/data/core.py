@@ -56,6 +56,8 @@ class Trace:
     on these only; a warm start adds others, so that RL has choices.
   template: used instead of config.env.template, for another role.
   blocks: names of further blocks of the template that `actions` uses.
+  notes: what it would write, after each of its 'information', where the
+    environment asks for a note (config.env.on_full).
   """
 
   question: Question | None
@@ -63,6 +65,7 @@ class Trace:
   good: bool = True
   template: str = ''
   blocks: tuple[str, ...] = ()
+  notes: tuple[str, ...] = ()
 
   def __post_init__(self):
     for kind, payload in self.actions:

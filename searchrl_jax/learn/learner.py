@@ -61,7 +61,7 @@ class Learner:
     self._optim, self._updates = supervised or (config.optim, updates)
     tx = optim.make(self._optim, self._updates)
     temperature = 1.0 if supervised else config.rollout.temperature
-    n = 1 if supervised else config.env.max_contexts
+    n = config.env.max_contexts
     shared = dict(tx=tx, mesh=mesh, temperature=temperature, contexts=n)
     self._updaters: dict[str, update.Updater] = {}
     for role, c in self._roles.items():

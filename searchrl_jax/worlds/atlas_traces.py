@@ -193,6 +193,7 @@ class _Script:
     self.world, self.rng, self.mix = world, rng, mix
     self.turns = turns
     self.actions: list = []
+    self.notes: list[str] = []
     self.good = True
 
   def chance(self, p: float) -> bool:
@@ -216,12 +217,14 @@ class _Script:
         return self.guess(question)
       if i + 1 == len(hops):
         relation = 'both' if parallel else relation
+        self.notes[-1] = f'{relation} {value}'
         break
       if parallel:
         saw = self.world.facts[people[0]][relation]
         value = saw[self.rng.integers(len(saw))]
+        self.notes[-1] = f'{relation} {" ".join(saw)}'
       else:
-        read = f'{relation} {value}'
+        self.notes[-1] = read = f'{relation} {value}'
       if self.chance(mix.stop):
         self.good = False
         break
@@ -279,6 +282,7 @@ class _Script:
     self.say('think', thought)
     self.say('search', SEPARATOR.join(queries))
     self.say('information', found)
+    self.notes.append(read or thought)
     return {passage.title for passage in found}
 
   def say(self, kind: str, payload) -> None:
@@ -286,7 +290,13 @@ class _Script:
 
   def answer(self, question: Question, value: str) -> Trace:
     self.say('answer', value)
-    return Trace(question, tuple(self.actions), self.good, blocks=('refine',))
+    return Trace(
+      question,
+      tuple(self.actions),
+      self.good,
+      blocks=('refine',),
+      notes=tuple(self.notes),
+    )
 
   def guess(self, question: Question) -> Trace:
     """Answers with one of a few values; more would be memorised as facts."""

@@ -1,0 +1,60 @@
+"""Contexts that change, on atlas: `python -m experiments.rows`.
+
+Questions of four hops with a limit of LIMIT tokens to a context, the median
+length of what the policy writes and reads without one. `cut` ends there,
+`summary` carries a note of what it has found into a new context, `full` has no
+limit. All have the same skills and the same traces; where the traces of
+`summary` reach the limit, they have the notes too. README.md has the figures.
+"""
+
+import functools
+
+from configs import atlas
+from configs.methods import contexts, grpo
+from experiments import rows
+
+LIMIT = 192
+NOTE = 12  # tokens of a note, at most
+EM = 'eval/em'
+
+
+def config(arm: str, seed: int):
+  """configs/atlas.py, with questions of four hops to evaluate on."""
+  if arm == 'summary':
+    kind = f'kind=summary,contexts=4,note={NOTE},limit={LIMIT}'
+    c = contexts.get_config(f'{kind},seed={seed}')
+  else:
+    c = grpo.get_config(f'seed={seed}')
+  if arm == 'cut':
+    c.env.max_tokens = LIMIT
+  c.data.eval.atlas.kinds = ('4hop',)
+  return c
+
+
+def of(arm: str):
+  return functools.partial(config, arm)
+
+
+def above(arm: str, other: str):
+  """The low end of the interval of the difference, paired by seed."""
+  return lambda at: at(arm, 'after', EM, other).low
+
+
+ROW = rows.Row(
+  warm={
+    'skills': rows.Start(lambda n: atlas.get_config(f'seed={n},mix=skills')),
+    'even': rows.Start(of('full'), 'skills'),
+    'notes': rows.Start(of('summary'), 'skills'),
+  },
+  arms=(
+    rows.Arm('warm', of('full'), 'even', train=False),
+    rows.Arm('full', of('full'), 'even'),
+    rows.Arm('cut', of('cut'), 'even'),
+    rows.Arm('summary', of('summary'), 'notes'),
+  ),
+  bars=(
+    rows.Bar('summary_above_cut', above('summary', 'cut'), 0.0, strict=True),
+  ),
+  scores=('em', 'searches', 'tokens'),
+  curves={'reward': 'reward in training'},
+)
