@@ -81,6 +81,10 @@ def check_rows(trajectory, seen):
     if not p.mask[n - 1]
   }
   assert before <= {*map(tuple, seen)}
+  for p in parts:
+    for n in np.flatnonzero(p.mask):
+      row = trajectory.before(p.start + n - p.prompt)
+      assert row.tolist() == p.ids[:n].tolist()
 
 
 def text(env, ids):

@@ -10,9 +10,11 @@ import sys
 import pytest
 
 from configs import atlas as recipe
+from configs.methods import contexts
 from searchrl_jax import checks, sft
 from searchrl_jax.data.checks import DataError
 from searchrl_jax.data.core import load_sets
+from searchrl_jax.learn import batching
 from searchrl_jax.run import build
 from searchrl_jax.text.tokenizer import load as load_tokenizer
 from searchrl_jax.types import Passage
@@ -323,9 +325,31 @@ def test_observations_fit_and_notes_cost_few_tokens(world, env):
   assert 0.95 < noted / before < 1.05
 
 
+def test_traces_note_what_they_found_where_the_environment_asks(
+  traces, tmp_path
+):
+  c = contexts.get_config('kind=summary,note=12,limit=150')
+  env = build.environment(c, load_tokenizer(atlas.tokenizer(tmp_path)))
+  rendered = [(t, sft.render(t, env, i)) for i, t in enumerate(traces)]
+  several = [(t, r) for t, r in rendered if r and r.contexts]
+  assert len(several) > 9
+  for trace, found in several:
+    assert len(trace.notes) == sum(k == 'information' for k, _ in trace.actions)
+    for context in found.contexts:
+      text = env.tokenizer.decode(context.prompt)
+      question, note = text.split('<refine>')
+      assert question.strip() == f'Question: {trace.question.text}'
+      assert note.split('</refine>')[0].strip() in trace.notes
+    assert max(len(p.ids) for p in batching.tokens_of(0, found)) <= 150
+  hops = [t for t, _ in several if not t.question.meta['parallel'] and t.good]
+  facts = {f'{r} {v}' for t in hops for _, r, v in t.question.meta['facts']}
+  assert {note for t in hops for note in t.notes} & facts
+
+
 def test_every_word_is_in_the_vocabulary(world, traces, tmp_path):
   tok = load_tokenizer(atlas.tokenizer(tmp_path))
   said = [p for t in traces for k, p in t.actions if isinstance(p, str)]
+  said += [note for t in traces for note in t.notes]
   texts = [row['contents'] for row in world.corpus]
   texts += [q.text for qs in world.questions.values() for q in qs] + said
   for text in texts:
