@@ -45,6 +45,13 @@ def check(config: ConfigDict) -> None:
     f"config.rollout.sampler='tree' with env.max_contexts={env.max_contexts}: "
     'leaves share what one sequence held; use 1 or chains',
   )
+  begins = env.keep_observations or env.on_full or env.on_answer
+  lookup.require(
+    env.max_contexts == 1 or begins or r.sampler == 'sessions',
+    f'config.env.max_contexts={env.max_contexts}: nothing begins another '
+    'context. Set keep_observations, on_full or on_answer, or use '
+    "rollout.sampler='sessions', or 1",
+  )
   lookup.require(
     r.top_p >= 1 and r.top_k <= 0,
     f'config.rollout.top_p={r.top_p}, top_k={r.top_k}: the trainer scores with '

@@ -104,6 +104,15 @@ def test_advantages_and_losses_say_what_they_need():
     checks.check_data(c, [asked, Question('q-1', 'who?')])
 
 
+def test_contexts_that_nothing_begins_are_refused():
+  c = tiny.config()
+  c.env.max_contexts, c.batch.tokens = 3, 480
+  with pytest.raises(checks.ConfigError, match='max_contexts=3: nothing'):
+    checks.check(c)
+  c.rollout.update(sampler='sessions', program='./agent')
+  checks.check(c)  # its history may change
+
+
 @pytest.mark.parametrize(
   'best',
   ['eval/em', 'eval/f1', 'eval/set=micro', 'reward/em', 'eval/hops=2/em'],

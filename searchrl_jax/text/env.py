@@ -270,10 +270,9 @@ class SearchEnv:
     c, kinds = self.config, self.template.kinds
     fields = 'keep_observations', 'on_full', 'on_answer'
     used = [name for name in fields if c[name]]
-    what = f'config.env.max_contexts={c.max_contexts} with {used}: above 1 '
-    what += f'goes with one of {fields}, 1 with none but the last'
-    good = {*used} <= {'on_answer'} if c.max_contexts == 1 else used
-    lookup.require(good, what)
+    what = f'config.env.max_contexts=1 with {used}: of {fields}, it goes with '
+    what += 'the last alone'
+    lookup.require(c.max_contexts > 1 or {*used} <= {'on_answer'}, what)
     what = f'config.env.attempts={c.attempts} with on_answer={c.on_answer!r}: '
     what += "above 1 goes with a block that is asked for, 1 with ''"
     lookup.require(bool(c.on_answer) == (c.attempts > 1), what)

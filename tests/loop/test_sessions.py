@@ -50,7 +50,7 @@ def config(url, program):
   c = tiny.config(url)
   c.rollout.update(sampler='sessions', program=f'{__name__}.{program}')
   c.env.max_contexts, c.env.max_tokens = 3, 96
-  c.batch.tokens = 384
+  c.batch.tokens = 480  # has room for the loss of three contexts
   c.reward = dict(own=dict(fn='program.returned', weight=1.0))
   c.rollout.max_failed = 1.0
   c.eval.every = 0

@@ -230,7 +230,6 @@ def test_whatever_the_policy_writes(
 @pytest.mark.parametrize(
   'fields, named',
   [
-    (dict(max_contexts=2), 'max_contexts=2'),
     (dict(keep_observations=1), 'max_contexts=1'),
     (dict(attempts=2), 'attempts=2'),
     (
