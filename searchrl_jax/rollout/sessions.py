@@ -14,8 +14,7 @@ service is (design 5.4).
 """
 
 import asyncio
-from collections.abc import Sequence
-import concurrent.futures
+from collections.abc import Callable, Sequence
 import contextlib
 import dataclasses
 import functools
@@ -24,6 +23,7 @@ import json
 import os
 import shlex
 import sys
+import threading
 
 from ml_collections import ConfigDict
 import numpy as np
@@ -53,11 +53,7 @@ async def sample(
     top_k=c.top_k,
     priority=services.step,
   )
-  # A program that hangs keeps its thread: there is one for each.
-  pool = concurrent.futures.ThreadPoolExecutor(
-    max(1, services.total), 'program'
-  )
-  play = _program(program, pool)
+  play = _program(program)
 
   async def one(url: str, question: Question, n: int) -> None:
     async with slots:
@@ -98,14 +94,13 @@ async def sample(
         )
     services.record(session.trajectory(bool(failed)))
 
-  work = []
-  async with contextlib.AsyncExitStack() as stack:
-    served = app.make(sessions, env.tokenizer)
-    url = await stack.enter_async_context(app.serving(served))
-    for question, names in zip(questions, services.names(questions)):
-      missing = [n for name, n in names if (name, n) not in services.done]
-      work += [one(url, question, n) for n in missing]
-    stack.callback(pool.shutdown, wait=False, cancel_futures=True)
+  async with app.serving(app.make(sessions, env.tokenizer)) as url:
+    work = [
+      one(url, question, n)
+      for question, names in zip(questions, services.names(questions))
+      for name, n in names
+      if (name, n) not in services.done
+    ]
     await services.gather(work)
   return services.groups(questions)
 
@@ -124,7 +119,7 @@ def check(config: ConfigDict) -> None:
     ConfigError: names the field.
   """
   with lookup.of('config.rollout.program'):
-    _program(config.program, None)
+    _program(config.program)
   what = f'config.rollout.program_seconds={config.program_seconds}: above 0'
   lookup.require(config.program_seconds > 0, what)
 
@@ -132,8 +127,8 @@ def check(config: ConfigDict) -> None:
 sample.check = check  # type: ignore[attr-defined]
 
 
-def _program(name: str, pool):
-  """async (url, key, question) -> reward or None; functions run in the pool."""
+def _program(name: str):
+  """async (url, key, question) -> reward or None."""
   lookup.require(
     name, 'config.rollout.program is empty: a function or a command'
   )
@@ -142,10 +137,34 @@ def _program(name: str, pool):
   function = lookup.function('searchrl_jax.rollout', name)
   if inspect.iscoroutinefunction(function):
     return function
-  in_pool = lambda *args: asyncio.get_running_loop().run_in_executor(
-    pool, function, *args
-  )
-  return in_pool
+  return functools.partial(_in_thread, function)
+
+
+async def _in_thread(function: Callable, *args):
+  """What a function returns, in a thread of its own.
+
+  One that hangs keeps its thread, which does not keep the process: those of an
+  executor would.
+  """
+  loop = asyncio.get_running_loop()
+  done = loop.create_future()
+
+  def settle(result, error) -> None:
+    if done.cancelled():  # it took too long
+      return
+    done.set_exception(error) if error else done.set_result(result)
+
+  def run() -> None:
+    result, error = None, None
+    try:
+      result = function(*args)
+    except BaseException as e:  # sys.exit() too is of the program alone
+      error = e if isinstance(e, Exception) else RuntimeError(repr(e))
+    with contextlib.suppress(RuntimeError):  # the loop has ended
+      loop.call_soon_threadsafe(settle, result, error)
+
+  threading.Thread(target=run, name='program', daemon=True).start()
+  return await done
 
 
 async def _command(command: Sequence[str], url, key, question: Question):

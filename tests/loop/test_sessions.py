@@ -46,6 +46,12 @@ def crashes(base_url, api_key, question):
   return agent(base_url, api_key, question)
 
 
+def hangs(base_url, api_key, question):
+  if question.id.endswith('2'):
+    threading.Event().wait()
+  return agent(base_url, api_key, question)
+
+
 def config(url, program):
   c = tiny.config(url)
   c.rollout.update(sampler='sessions', program=f'{__name__}.{program}')
@@ -81,6 +87,18 @@ def test_a_program_that_crashes_costs_its_trajectory(url, tmp_path):
   broken = {r.trajectory.id for r in found if r.trajectory.failed}
   assert broken and all(i.split('/')[0].endswith(('1', '2')) for i in broken)
   assert not any(r.valid for r in found if r.trajectory.failed)
+
+
+@pytest.mark.long
+def test_a_program_that_hangs_keeps_nobody(url, tmp_path):
+  c = config(url, 'hangs')
+  c.rollout.program_seconds, c.train.steps = 10.0, 1
+  train.train(c, str(tmp_path))
+  left = [t for t in threading.enumerate() if t.name == 'program']
+  assert all(t.daemon for t in left)  # the process can end
+  found = [*records.read(tmp_path / 'trajectories')]
+  late = {r.trajectory.id for r in found if r.trajectory.failed}
+  assert all(i.split('/')[0].endswith('2') for i in late)
 
 
 def test_a_command_plays_too(url, tmp_path):
