@@ -130,10 +130,10 @@ class Session:
     ids = self._ids(request, keys)
     most = self._limits.max_tokens
     room = most - len(ids)
-    if room < 1:
+    if room < 1:  # programs look for these three words of vLLM's message
       raise ChatError(
-        f'the chat has {len(ids)} tokens, and a context at most {most} '
-        '(config.env.max_tokens), with the reply'
+        f'the chat has {len(ids)} tokens, and the maximum context length is '
+        f'{most} (config.env.max_tokens), with the reply'
       )
     record = self._continued(record, ids)
     n = min(request.max_tokens or room, room)
@@ -146,12 +146,14 @@ class Session:
       logps=np.asarray(done.logps, np.float32),
       versions=np.asarray(done.versions, np.int32),
     )
-    record = states.add(record, [new])
+    record, before = states.add(record, [new]), self.edits
     self._record = dataclasses.replace(
       record, keep=None, length=len(ids) + len(done.ids)
     )
     self._replies += 1
-    self._count(generations=1, sampled_tokens=len(done.ids))
+    self._count(
+      generations=1, sampled_tokens=len(done.ids), contexts=self.edits - before
+    )
     said = tok.decode(done.ids)
     if done.stop in request.stops and not request.shows_stop:
       said = said[: said.rindex(done.stop)]

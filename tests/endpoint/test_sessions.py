@@ -1,6 +1,7 @@
 """Sessions: what a client sees is recorded, and trained, token by token."""
 
 import asyncio
+import collections
 import types as namespaces
 
 from hypothesis import given, settings
@@ -89,7 +90,7 @@ class Engine:
     )
 
 
-def made(tokens=None, engine=None, most=400, contexts=99):
+def made(tokens=None, engine=None, most=400, contexts=99, **about):
   limits = namespaces.SimpleNamespace(max_tokens=most, max_contexts=contexts)
   return Session(
     Question('q', 'who?'),
@@ -99,6 +100,7 @@ def made(tokens=None, engine=None, most=400, contexts=99):
     sampling=Sampling(1),
     seeds=lambda k: k,
     limits=limits,
+    **about,
   )
 
 
@@ -173,6 +175,18 @@ def test_whatever_a_client_does_to_history(tokens, data):
 
   asyncio.run(chat())
   check(session, engine)
+
+
+def test_contexts_are_counted():
+  counted = collections.Counter()
+  session = made(count=lambda **counts: counted.update(counts))
+
+  async def chat():
+    await session.reply(Request([user('a ')], max_tokens=3))
+    await session.reply(Request([user('b ')], max_tokens=3))
+
+  asyncio.run(chat())
+  assert (counted['generations'], counted['contexts']) == (2, 1)
 
 
 def test_a_cancelled_request_leaves_the_session_as_it_was():
