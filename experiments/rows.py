@@ -46,12 +46,21 @@ class Row(Sweep):
   bars: Sequence[Bar] = ()
 
 
-def write(row: Row, workdir: pathlib.Path, out: str, environment) -> dict:
-  """Returns the results; writes them to `out` ('' = not) with curves.png."""
+def write(
+  row: Row,
+  workdir: pathlib.Path,
+  out: str,
+  environment,
+  by: str = 'experiments.rows',
+) -> dict:
+  """Returns the results; writes them to `out` ('' = not) with curves.png.
+
+  by: the module of the command.
+  """
   arms = figures.collect(row, workdir)
   record = {
     'environment': environment,
-    'command': common.command('experiments.rows'),
+    'command': common.command(by),
     'warm': figures.starts(row, workdir),
     'arms': arms,
     'bars': table.judge(row.bars, arms),
@@ -77,11 +86,15 @@ def columns(row: Row, arms: Mapping[str, dict]) -> list[str]:
   ]
 
 
-def main():
-  module, folder = _ROW.value, pathlib.Path(flags.FLAGS.workdir)
+def run(module: str, out: str, **by: str) -> None:
+  """Runs what the flags of `runner.define_flags` choose; prints the table.
+
+  The arguments are those of `write`, and the module of the table.
+  """
+  folder = pathlib.Path(flags.FLAGS.workdir)
   row, environment = core.load(module), common.environment()
   planned = sweep.chosen(row, flags.FLAGS.only, flags.FLAGS.seeds)
-  results = lambda: write(row, folder, _OUT.value, environment)
+  results = lambda: write(row, folder, out, environment, **by)
   figures.collect(row, folder)  # also checks the arms that are not chosen
   parallel = flags.FLAGS.parallel
   try:
@@ -98,4 +111,4 @@ if __name__ == '__main__':
   _ROW = flags.DEFINE_string('row', None, 'Module with ROW.', required=True)
   _OUT = flags.DEFINE_string('out', '', 'JSON file to write.')
   sweep.define_flags()
-  command.run(main)
+  command.run(lambda: run(_ROW.value, _OUT.value))

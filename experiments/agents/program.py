@@ -1,0 +1,64 @@
+"""An agent of somebody's own: OpenAI's client, a loop, searches over HTTP.
+
+`rows.py` trains the policy behind it; docs/agents.md goes through it. It writes
+the text that the quickstart's template (micro.json) writes, so that it can go
+on from the quickstart's warm start.
+"""
+
+import re
+
+import httpx
+import openai
+
+BLOCK = re.compile(r'<(think|search|information|answer)>(.*?)(</\1>|\Z)', re.S)
+SEARCHES = 3  # turns that may search; one follows that may not
+# One for all sessions: each client would read the certificates again, 20 ms.
+HTTP = httpx.Client(timeout=600, limits=httpx.Limits(max_connections=None))
+
+
+def play(base_url: str, api_key: str, question) -> float:
+  """Answers a question; 1 if the answer is right, else 0."""
+  client = openai.OpenAI(base_url=base_url, api_key=api_key, http_client=HTTP)
+  text, chat = f'Question: {question.text}\n', []
+  for turn in range(SEARCHES + 1):
+    last = turn == SEARCHES
+    text += ' last turn answer now\n' * last
+    chat.append({'role': 'user', 'content': text})
+    reply = client.chat.completions.create(
+      model='policy',
+      messages=chat,
+      max_tokens=24,
+      stop=['</answer>'] if last else ['</search>', '</answer>'],
+      extra_body={'include_stop_str_in_output': True},
+    )
+    said = reply.choices[0].message.content
+    chat.append({'role': 'assistant', 'content': said})
+    kind, inner = action(said, last)
+    if kind == 'answer':
+      return float(inner in question.answers)
+    text = '\n invalid action\n'
+    if kind == 'search':
+      text = search(base_url, api_key, inner)
+  return 0.0
+
+
+def action(said: str, last: bool) -> tuple[str, str]:
+  """The first search or answer in a turn and its text; ('', '') if none."""
+  for kind, inner, closed in BLOCK.findall(said):
+    acts = kind == 'answer' or kind == 'search' and inner.strip() and not last
+    if closed and acts:
+      return kind, inner.strip()
+  return '', ''
+
+
+def search(base_url: str, api_key: str, query: str) -> str:
+  """What the policy reads of a search."""
+  found = HTTP.post(
+    base_url.replace('/v1', '/retrieve'),
+    json={'queries': [query], 'topk': 1},
+    headers={'Authorization': f'Bearer {api_key}'},
+  )
+  passage = 'no passage found'
+  for hit in found.raise_for_status().json()['result'][0]:
+    _, _, passage = hit['document']['contents'].partition('\n')
+  return f'\n<information> {passage} </information>\n'
