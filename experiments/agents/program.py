@@ -11,7 +11,7 @@ import httpx
 import openai
 
 BLOCK = re.compile(r'<(think|search|information|answer)>(.*?)(</\1>|\Z)', re.S)
-SEARCHES = 3  # turns that may search; one follows that may not
+SEARCHES, TOKENS = 3, 24  # turns that may search; sampled tokens of a turn
 # One for all sessions: each client would read the certificates again, 20 ms.
 HTTP = httpx.Client(timeout=600, limits=httpx.Limits(max_connections=None))
 
@@ -27,7 +27,7 @@ def play(base_url: str, api_key: str, question) -> float:
     reply = client.chat.completions.create(
       model='policy',
       messages=chat,
-      max_tokens=24,
+      max_tokens=TOKENS,
       stop=['</answer>'] if last else ['</search>', '</answer>'],
       extra_body={'include_stop_str_in_output': True},
     )

@@ -4,8 +4,9 @@ import asyncio
 import random
 
 import numpy as np
+import pytest
 
-from experiments.agents import rows
+from experiments.agents import program, rows
 from searchrl_jax import schema
 from searchrl_jax.rollout.chains import rollout
 from searchrl_jax.sweep import core
@@ -92,3 +93,19 @@ def test_a_program_plays_as_the_native_environment():
 def test_the_table_can_run():
   core.check(rows.ROW)
   assert core.plan(rows.ROW, rows.ROW.arms)[0] == 'warm/warm/0'
+
+
+@pytest.mark.long
+def test_the_benchmark_compares_equal_work(monkeypatch):
+  from experiments.benchmarks import harness, sessions
+
+  for name, value in dict(SIZE='1m', SESSIONS=8, TOKENS=16).items():
+    monkeypatch.setattr(sessions, name, value)
+  for name in ('action', 'TOKENS'):  # which it replaces
+    monkeypatch.setattr(program, name, getattr(program, name))
+  turns = lambda sides, warm: {name: [side()] for name, side in sides.items()}
+  monkeypatch.setattr(harness, 'turns', turns)
+  found = sessions.measure()
+  assert [row['side'] for row in found] == ['chains', 'sessions']
+  (bar,) = sessions.bars(found)
+  assert bar['bar'] == 1.15 and bar['value'] > 0
