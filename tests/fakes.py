@@ -69,6 +69,18 @@ def make_env(**fields):
   return SearchEnv(ByteTokenizer(), template, config, 'template', 3)
 
 
+class Handle(int):
+  """The number of a sequence, which has a length."""
+
+  def __new__(cls, number, engine):
+    made = super().__new__(cls, number)
+    made.engine = engine
+    return made
+
+  def __len__(self):
+    return len(self.engine.handles[self])
+
+
 class FakeEngine:
   """Says what `script(history text, seed)` says, up to a stop.
 
@@ -88,7 +100,7 @@ class FakeEngine:
   def _new(self, ids):
     self.names += 1
     self.handles[self.names] = list(ids)
-    return self.names
+    return Handle(self.names, self)
 
   def capacity(self, tokens):
     return self.holds

@@ -189,6 +189,7 @@ DISTRIBUTIONS = {
 EXTRAS = {
   'retrieval': ('retrieval',),
   'searchrl_jax/data/tfds.py': ('tfds',),
+  'searchrl_jax/data/verifiers.py': ('verifiers',),
   'searchrl_jax/engines/vllm/plugin.py': ('vllm',),
   'searchrl_jax/models/gguf.py': ('gguf',),
   'searchrl_jax/store/trackers.py': ('wandb',),
@@ -292,7 +293,7 @@ def test_declared_packages_are_pinned():
     *(
       packages
       for extra, packages in project['optional-dependencies'].items()
-      if extra not in ('gguf', 'gpu', 'notebooks', 'tpu', 'vllm')
+      if extra not in ('gguf', 'gpu', 'notebooks', 'tpu', 'verifiers', 'vllm')
     )
   )
   lines = (ROOT / 'requirements.txt').read_text().splitlines()

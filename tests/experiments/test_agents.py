@@ -29,20 +29,6 @@ SAYS = (
 QUESTIONS = [Question(f'q{n}', f'Who is {n}?', ('yes',)) for n in range(12)]
 
 
-class Handle(int):
-  """The number of a sequence, which has a length."""
-
-  def __len__(self):
-    return len(self.engine.handles[self])
-
-
-class Engine(FakeEngine):
-  def _new(self, ids):
-    handle = Handle(super()._new(ids))
-    handle.engine = self
-    return handle
-
-
 def says(history, seed):
   return random.Random(f'{history}{seed}').choice(SAYS)
 
@@ -52,7 +38,7 @@ def play(**fields):
   env.update(max_turns=3, max_turn_tokens=24, max_tokens=4000)
   config = schema.base().rollout
   config.update(group=3, program_seconds=60.0, **fields)
-  engine = Engine(says)
+  engine = FakeEngine(says)
   played = rollout(
     QUESTIONS,
     env=SearchEnv(ByteTokenizer(), prompts.load('micro'), env, 'template', 1),
