@@ -15,6 +15,12 @@ FULL = 'model=x'
 RECIPES = {
   'atlas': ('', 'mix=skills', 'mix=hasty', 'mix=wanderer'),
   'gemma': ('', 'start=hesitant', 'machine=gpu'),
+  'hard': (
+    '',
+    FULL,
+    f'{FULL},questions=tau2',
+    f'{FULL},questions=browsecomp,folder=x',
+  ),
   'quickstart': ('',),
   'search_r1': ('', 'algorithm=ppo', FULL, f'{FULL},baseline=rag'),
   'seven': ('', FULL),

@@ -15,6 +15,9 @@ Layouts:
   ssp       SSP (Lu et al. 2025), answers to ask questions about:
             `ground_truth`, `search_turns`, `sys_question_example`. The text is
             the answer, the id the position in the file.
+  tau2      tasks of tau2-bench (Barres et al. 2025), banking_knowledge: `id`,
+            `scenario`, `supporting_ids`. The text is what the customer wants;
+            there is no answer, but documents that the task requires.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -219,6 +222,12 @@ def ssp(record: Mapping[str, Any], where: str) -> dict:
   )
 
 
+def tau2(record: Mapping[str, Any], where: str) -> dict:
+  name, text = _required(record, where, 'id', 'scenario')
+  found = record.get('supporting_ids')
+  return dict(id=name, text=text, supporting=found, source='tau2_banking')
+
+
 LAYOUTS = dict(
   flashrag=flashrag, hotpotqa=hotpotqa, musique=musique, ttrl=ttrl, ssp=ssp
-) | {'2wiki': two_wiki}
+) | {'2wiki': two_wiki, 'tau2': tau2}

@@ -67,6 +67,7 @@ class Row:
   # NaN without a search:
   copied: float = NAN  # share of queries equal to the question, normalised
   # NaN if the supporting passages are unknown; over all searches:
+  recall: float = NAN  # the share that was found
   recall_any: float = NAN
   recall_all: float = NAN
   # 1 if all supporting passages were retrieved or, where these are unknown, a
@@ -142,6 +143,7 @@ def _scores(trajectory, env: SearchEnv, match: str, answer) -> dict[str, float]:
     searches=len(queries),
     real_searches=len(searched),
     copied=_mean(copies),
+    recall=_mean(supports),
     recall_any=max(supports, default=NAN),
     recall_all=min(supports, default=NAN),
     thoughts_complete=_mean([b.complete and b.text != '' for b in thoughts]),

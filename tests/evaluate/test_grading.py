@@ -47,7 +47,8 @@ def test_a_row():
   assert (found.answered, found.parsed, found.valid_format) == (1, 1, 1)
   assert (found.searches, found.guessed) == (2, 0)
   assert found.copied == 0.5  # 'Who is it?' normalised is the first query
-  assert (found.recall_any, found.recall_all) == (1, 0)
+  recalls = found.recall, found.recall_any, found.recall_all
+  assert recalls == (0.5, 1, 0)
   assert (found.truncated, found.failed) == (0, False)
   assert found.tokens == sum(
     len(text)

@@ -7,7 +7,9 @@ from searchrl_jax import checks
 
 
 @pytest.mark.parametrize('kind', contexts.KINDS)
-@pytest.mark.parametrize('base', ['atlas', 'search_r1,model=qwen2.5-3b'])
+@pytest.mark.parametrize(
+  'base', ['atlas', 'search_r1,model=qwen2.5-3b', 'hard,model=qwen2.5-3b']
+)
 def test_every_kind_has_room_for_its_contexts(kind, base):
   c = contexts.get_config(f'base={base},kind={kind}')
   checks.check(c)
