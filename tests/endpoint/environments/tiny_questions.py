@@ -32,14 +32,18 @@ class Loop(vf.Harness[vf.HarnessConfig]):
   ) -> vf.ProgramResult:
     messages = [{'role': 'user', 'content': data.prompt}]
     async with openai.AsyncOpenAI(base_url=endpoint, api_key=secret) as client:
-      for more in ('', ' and?'):
-        if more:
-          messages.append({'role': 'user', 'content': more})
+      for stream in (False, True):  # as `null` does
+        more = dict(stream=True, stream_options={'include_usage': True})
         reply = await client.chat.completions.create(
-          model=ctx.model, messages=messages
+          model=ctx.model, messages=messages, **(more if stream else {})
         )
-        said = reply.choices[0].message.content
+        if stream:
+          parts = [c.choices[0].delta async for c in reply if c.choices]
+          said = ''.join(part.content or '' for part in parts)
+        else:
+          said = reply.choices[0].message.content
         if said.startswith('crash'):
           return vf.ProgramResult(exit_code=1, stdout='', stderr='I broke')
         messages.append({'role': 'assistant', 'content': said})
+        messages.append({'role': 'user', 'content': ' and?'})
     return vf.ProgramResult(exit_code=0, stdout='', stderr='')
