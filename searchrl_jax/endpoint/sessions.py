@@ -126,9 +126,16 @@ class Session:
 
   async def _reply(self, request: Request) -> Reply:
     tok, record = self._tokenizer, self._record
+    most = self._limits.max_tokens
+    # Others would wait while megabytes are tokenised, which cannot fit.
+    size = sum(len(m['content']) for m in request.messages)
+    if size > most * tok.max_token_bytes:
+      raise ChatError(
+        f'the chat has {size} characters, more than {most} tokens can hold '
+        '(config.env.max_tokens)'
+      )
     keys = (_key(request.tools), *map(chat.key, request.messages))
     ids = self._ids(request, keys)
-    most = self._limits.max_tokens
     room = most - len(ids)
     if room < 1:  # programs look for these three words of vLLM's message
       raise ChatError(
@@ -155,10 +162,12 @@ class Session:
       generations=1, sampled_tokens=len(done.ids), contexts=self.edits - before
     )
     said = tok.decode(done.ids)
-    if done.stop in request.stops and not request.shows_stop:
-      said = said[: said.rindex(done.stop)]
+    # A client may choose 'length' or 'eos', which are ends too, as a stop.
+    stopped = done.stop in request.stops and done.stop in said
+    if stopped and not request.shows_stop:
+      said = said[: said.index(done.stop)]
     content, calls = chat.read_calls(said, request.tools)
-    finish = 'length' if done.stop == 'length' else 'stop'
+    finish = 'length' if done.stop == 'length' and not stopped else 'stop'
     finish = 'tool_calls' if calls else finish
     message = {'role': 'assistant', 'content': content}
     if calls:
@@ -334,7 +343,8 @@ class Sessions:
   def find(self, key: str) -> Session:
     """Raises Closed if there is none."""
     for known, session in self._open.items():
-      if secrets.compare_digest(known, key):
+      # As bytes: a text that is not ASCII would be an error.
+      if secrets.compare_digest(known.encode(), key.encode()):
         return session
     raise Closed('no session has this key')
 
