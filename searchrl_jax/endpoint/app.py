@@ -7,20 +7,22 @@
                                run, in the protocol of retrieval/README.md
 
 Errors are as OpenAI's clients expect them: {"error": {"message", "type",
-"param", "code"}} with the status 400 (the request), 401 (the key), 409 (the
-session is busy), 410 (it has ended), 413 (too large) or 500.
+"param", "code"}} with the status 400 (the request), 401 (the key), 404 (no such
+address), 409 (the session is busy), 410 (it has ended), 413 (too large), 500 or
+502 (a search failed).
 """
 
 import asyncio
+from collections.abc import Mapping
 import contextlib
 import json
-import math
 import socket
 import time
 from typing import Any
 import uuid
 
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -49,32 +51,57 @@ _IGNORED = (
   'presence_penalty frequency_penalty logit_bias top_logprobs prediction'
 ).split()
 _NEUTRAL = {'presence_penalty': 0, 'frequency_penalty': 0, 'logit_bias': {}}
+_COUNT = int, lambda x: x >= 1, 'a count of tokens'
+_REAL = int, float
+# Field -> its type, which values are good, and what they are.
+_NUMBERS = {
+  'max_completion_tokens': _COUNT,
+  'max_tokens': _COUNT,
+  'temperature': (_REAL, lambda x: 0 <= x <= 2, '0 to 2'),
+  'top_p': (_REAL, lambda x: 0 < x <= 1, 'above 0 to 1'),
+  'seed': (int, lambda x: 0 <= x < 1 << 32, '0 to 2**32 - 1'),
+  'reward': (_REAL, lambda x: abs(x) < 1 << 64, 'a finite number'),
+  'topk': (int, lambda x: 1 <= x <= 100, '1 to 100'),
+}
+_STATUS = {
+  ChatError: 400,
+  RecursionError: 400,  # JSON in JSON in JSON ...
+  Busy: 409,
+  Closed: 410,
+  ClientDisconnect: 499,
+  SearchFailed: 502,
+}
 
 
-class HttpError(Exception):
-  def __init__(self, status: int, message: str, param: str | None = None):
-    super().__init__(message)
-    self.status, self.param = status, param
+class HttpError(HTTPException):
+  """An error with a status; `param` and `code` as OpenAI's errors have them."""
+
+  def __init__(self, status, message, param=None, code=None, headers=None):
+    super().__init__(status, message, headers)
+    self.param, self.code = param, code
 
 
-def read(body: Any) -> tuple[Request, dict[str, Any]]:
+def number(body: Mapping[str, Any], name: str) -> Any:
+  """A number of a request; None: it has none.
+
+  Raises:
+    ChatError: names the field, and what it may be.
+  """
+  value, (kind, good, what) = body.get(name), _NUMBERS[name]
+  if value is None:
+    return None
+  wrong = isinstance(value, bool) or not isinstance(value, kind)
+  if wrong or not good(value):
+    raise ChatError(f'{name}={value!r:.40}: {what}', name)
+  return value
+
+
+def read(body: Mapping[str, Any]) -> tuple[Request, dict[str, Any]]:
   """The request of a body, and how its reply is sent: stream, usage, logprobs.
 
   Raises:
     ChatError: names the field.
   """
-
-  def number(name, kind, good, what):
-    value = body.get(name)
-    if value is None:
-      return None
-    wrong = isinstance(value, bool) or not isinstance(value, kind)
-    if wrong or not good(value):
-      raise ChatError(f'{name}={value!r:.40}: {what}', name)
-    return value
-
-  if not isinstance(body, dict):
-    raise ChatError('the body is no JSON object', 'body')
   known = 'model messages tools tool_choice max_tokens max_completion_tokens '
   known += 'temperature top_p stop seed n stream logprobs response_format '
   known += 'include_stop_str_in_output'
@@ -98,22 +125,17 @@ def read(body: Any) -> tuple[Request, dict[str, Any]]:
     isinstance(s, str) and s for s in stops
   ):
     raise ChatError(f'stop={stops!r:.40}: a text, or a list of them', 'stop')
-  positive = lambda x: x >= 1
-  tokens = [
-    number(name, int, positive, 'a count of tokens')
-    for name in ('max_completion_tokens', 'max_tokens')
-  ]
+  names = 'max_completion_tokens', 'max_tokens'
+  tokens = [number(body, name) for name in names]
   tools = chat.read_tools(body.get('tools'))
   request = Request(
     chat.read_messages(body.get('messages')),
     tools=() if choice == 'none' else tools,
     max_tokens=next((n for n in tokens if n), 0),
-    temperature=number(
-      'temperature', (int, float), lambda x: 0 <= x <= 2, '0 to 2'
-    ),
-    top_p=number('top_p', (int, float), lambda x: 0 < x <= 1, 'above 0 to 1'),
+    temperature=number(body, 'temperature'),
+    top_p=number(body, 'top_p'),
     stops=tuple(stops),
-    seed=number('seed', int, lambda x: 0 <= x < 1 << 32, '0 to 2**32 - 1'),
+    seed=number(body, 'seed'),
     shows_stop=bool(body.get('include_stop_str_in_output')),
   )
   options = body.get('stream_options') or {}
@@ -139,7 +161,7 @@ def make(sessions: Sessions, tokenizer) -> Starlette:
 
   async def completions(http: HttpRequest) -> Response:
     own = session(http)
-    request, shown = read(await _body(http))
+    request, shown = read(await read_body(http))
     reply = await _unless_gone(http, own.reply(request))
     about = {
       'id': f'chatcmpl-{uuid.uuid4().hex}',
@@ -160,27 +182,23 @@ def make(sessions: Sessions, tokenizer) -> Starlette:
     return JSONResponse(about | body | {'usage': _usage(reply)})
 
   async def reward(http: HttpRequest) -> Response:
-    own, body = session(http), await _body(http)
-    value = body.get('reward') if isinstance(body, dict) else None
-    good = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not good or not math.isfinite(value):
-      raise HttpError(400, f'reward={value!r:.40}: a finite number', 'reward')
+    own = session(http)
+    value = number(await read_body(http), 'reward')
+    if value is None:
+      raise HttpError(400, 'reward: expected a number', 'reward')
     if own.returned is not None:
       raise HttpError(409, f'the session has its reward: {own.returned}')
     own.returned = float(value)
     return JSONResponse({'reward': own.returned})
 
   async def retrieve(http: HttpRequest) -> Response:
-    own, body = session(http), await _body(http)
-    body = body if isinstance(body, dict) else {}
-    queries, k = body.get('queries'), body.get('topk', 3)
+    own, body = session(http), await read_body(http)
+    queries, k = body.get('queries'), number(body, 'topk') or 3
     good = isinstance(queries, list) and all(
       isinstance(q, str) for q in queries
     )
     if not good or not queries:
       raise HttpError(400, 'queries: expected a list of texts', 'queries')
-    if not isinstance(k, int) or not 1 <= k <= 100:
-      raise HttpError(400, f'topk={k!r:.40}: 1 to 100', 'topk')
     found = await own.search(queries, k)
     return JSONResponse(
       {'result': [[*map(_hit, one.passages)] for one in found]}
@@ -191,19 +209,6 @@ def make(sessions: Sessions, tokenizer) -> Starlette:
     one = {'id': MODEL, 'object': 'model', 'created': 0, 'owned_by': 'you'}
     return JSONResponse({'object': 'list', 'data': [one]})
 
-  async def failed(http: HttpRequest, error: Exception) -> Response:
-    status, param = 500, getattr(error, 'param', None)
-    for kind, code in (
-      (ChatError, 400), (Busy, 409), (Closed, 410), (ClientDisconnect, 499),
-      (SearchFailed, 502),
-    ):  # fmt: skip
-      status = code if isinstance(error, kind) else status
-    status = getattr(error, 'status', status)
-    name = 'invalid_request_error' if status < 500 else 'server_error'
-    about = {'message': str(error), 'type': name, 'param': param, 'code': None}
-    return JSONResponse({'error': about}, status)
-
-  kinds = ChatError, Busy, Closed, HttpError, ClientDisconnect, SearchFailed
   return Starlette(
     routes=[
       Route('/v1/chat/completions', completions, methods=['POST']),
@@ -211,8 +216,30 @@ def make(sessions: Sessions, tokenizer) -> Starlette:
       Route('/retrieve', retrieve, methods=['POST']),
       Route('/v1/models', models),
     ],
-    exception_handlers=dict.fromkeys((*kinds, Exception), failed),
+    exception_handlers=HANDLERS,
   )
+
+
+def described(error: BaseException) -> tuple[int, dict[str, Any]]:
+  """The status of an error, and what OpenAI's clients read of it."""
+  status = getattr(error, 'status_code', _STATUS.get(type(error), 500))
+  about = {
+    'message': getattr(error, 'detail', str(error)),
+    'type': 'invalid_request_error' if status < 500 else 'server_error',
+    'param': getattr(error, 'param', None),
+    'code': getattr(error, 'code', None),
+  }
+  return status, {'error': about}
+
+
+async def _failed(http: HttpRequest, error: Exception) -> Response:
+  status, content = described(error)
+  headers = getattr(error, 'headers', None)
+  # In ASCII: a name of the client's may hold half a surrogate pair.
+  return Response(json.dumps(content), status, headers, 'application/json')
+
+
+HANDLERS = dict.fromkeys((*_STATUS, HTTPException, Exception), _failed)
 
 
 def _hit(passage) -> dict[str, Any]:
@@ -221,16 +248,20 @@ def _hit(passage) -> dict[str, Any]:
   return {'document': document, 'score': passage.score}
 
 
-async def _body(http: HttpRequest) -> Any:
+async def read_body(http: HttpRequest) -> dict[str, Any]:
+  """The JSON object of a request; raises HttpError."""
   data = bytearray()
   async for part in http.stream():
     data += part
     if len(data) > BODY:
       raise HttpError(413, f'the body is above {BODY} bytes')
   try:
-    return json.loads(data)
+    found = json.loads(data)
   except (ValueError, RecursionError) as e:
     raise HttpError(400, f'the body is not JSON: {e}') from e
+  if not isinstance(found, dict):
+    raise HttpError(400, 'the body is no JSON object')
+  return found
 
 
 async def _unless_gone(http: HttpRequest, work) -> Reply:
@@ -313,20 +344,22 @@ async def _lines(reply: Reply, about: dict, usage: bool):
 @contextlib.asynccontextmanager
 async def serving(app, host='127.0.0.1', port=0):
   """Serves the application on the running event loop; gives its base URL."""
-  listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-  listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-  listener.bind((host, port))
-  config = uvicorn.Config(app, log_level='warning', lifespan='off')
-  server = uvicorn.Server(config)
-  server.install_signal_handlers = lambda: None
-  task = asyncio.ensure_future(server.serve(sockets=[listener]))
-  try:
-    while not server.started:
-      if task.done():
-        task.result()
-      await asyncio.sleep(0.01)
-    yield f'http://{host}:{listener.getsockname()[1]}/v1'
-  finally:
-    server.should_exit = True
-    await task
-    listener.close()
+  with socket.create_server((host, port)) as listener:
+    config = uvicorn.Config(
+      app,
+      log_level='warning',
+      lifespan='off',
+      # Of clients that do not read their reply at the end.
+      timeout_graceful_shutdown=5,
+    )
+    server = uvicorn.Server(config)
+    task = asyncio.ensure_future(server.serve(sockets=[listener]))
+    try:
+      while not server.started:
+        if task.done():
+          task.result()
+        await asyncio.sleep(0.01)
+      yield f'http://{host}:{listener.getsockname()[1]}/v1'
+    finally:
+      server.should_exit = True
+      await task
