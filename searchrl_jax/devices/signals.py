@@ -6,12 +6,13 @@ wait for them.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from concurrent import futures
 import contextlib
 import os
 import signal
 import threading
+from typing import Any
 
 _ANSWER = (
   'sampling ends now, and an update at its end; then the run is saved. Another '
@@ -111,6 +112,18 @@ class Loop:
         first = e
     if first:
       raise first
+
+
+async def gather(work: Iterable[Coroutine]) -> list[Any]:
+  """Runs concurrently; results in order. An error cancels the others."""
+  try:
+    # Waits for cancelled ones, which free what they hold as they end.
+    async with asyncio.TaskGroup() as group:
+      tasks = [group.create_task(x) for x in work]
+  except BaseExceptionGroup as e:
+    first = e.exceptions[0]
+    raise first from first.__cause__
+  return [task.result() for task in tasks]
 
 
 def _others() -> set[asyncio.Task]:

@@ -13,8 +13,9 @@ address), 409 (the session is busy), 410 (it has ended), 413 (too large), 500 or
 """
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 import contextlib
+import functools
 import json
 import socket
 import time
@@ -30,6 +31,7 @@ from starlette.routing import Route
 import uvicorn
 
 from retrieval.corpus import join_contents
+from searchrl_jax.devices.signals import gather
 from searchrl_jax.endpoint.sessions import (
   Busy,
   Closed,
@@ -39,8 +41,12 @@ from searchrl_jax.endpoint.sessions import (
   Session,
   Sessions,
 )
+from searchrl_jax.endpoint.streaming import Deltas, Tell
 from searchrl_jax.text import chat
 from searchrl_jax.text.chat import ChatError
+
+Ask = Callable[[Tell | None], Any]  # ids as they come -> awaitable Reply
+Tells = Callable[[dict], None]  # an event
 
 MODEL = 'policy'
 BODY = 10 << 20  # bytes of a request
@@ -51,18 +57,21 @@ _IGNORED = (
   'presence_penalty frequency_penalty logit_bias top_logprobs prediction'
 ).split()
 _NEUTRAL = {'presence_penalty': 0, 'frequency_penalty': 0, 'logit_bias': {}}
-_COUNT = int, lambda x: x >= 1, 'a count of tokens'
+_COUNT = int, lambda x: x >= 1, '1 or more'
 _REAL = int, float
 # Field -> its type, which values are good, and what they are.
 _NUMBERS = {
   'max_completion_tokens': _COUNT,
   'max_tokens': _COUNT,
+  'n': _COUNT,
   'temperature': (_REAL, lambda x: 0 <= x <= 2, '0 to 2'),
   'top_p': (_REAL, lambda x: 0 < x <= 1, 'above 0 to 1'),
   'seed': (int, lambda x: 0 <= x < 1 << 32, '0 to 2**32 - 1'),
   'reward': (_REAL, lambda x: abs(x) < 1 << 64, 'a finite number'),
   'topk': (int, lambda x: 1 <= x <= 100, '1 to 100'),
 }
+_COLD = 0.01  # below this temperature, servers raise it: it is greedy here
+_ENDED, _OBJECT = 'the session has ended', 'chat.completion'
 _STATUS = {
   ChatError: 400,
   RecursionError: 400,  # JSON in JSON in JSON ...
@@ -96,8 +105,12 @@ def number(body: Mapping[str, Any], name: str) -> Any:
   return value
 
 
-def read(body: Mapping[str, Any]) -> tuple[Request, dict[str, Any]]:
-  """The request of a body, and how its reply is sent: stream, usage, logprobs.
+def read(
+  body: Mapping[str, Any], most: int = 1
+) -> tuple[Request, dict[str, Any]]:
+  """The request of a body, and how it is answered: stream, usage, logprobs, n.
+
+  most: replies to one request.
 
   Raises:
     ChatError: names the field.
@@ -111,8 +124,9 @@ def read(body: Mapping[str, Any]) -> tuple[Request, dict[str, Any]]:
   for name, neutral in _NEUTRAL.items():
     if body.get(name) not in (None, neutral):
       raise ChatError(f'{name} is not supported: leave it out', name)
-  if body.get('n') not in (None, 1):
-    raise ChatError('n: one reply to a request of a session', 'n')
+  n = number(body, 'n') or 1
+  if n > most:
+    raise ChatError(f'n={n}: at most {most} to a request', 'n')
   form = body.get('response_format')
   if form not in (None, {'type': 'text'}):
     raise ChatError('response_format: only text', 'response_format')
@@ -125,6 +139,7 @@ def read(body: Mapping[str, Any]) -> tuple[Request, dict[str, Any]]:
     isinstance(s, str) and s for s in stops
   ):
     raise ChatError(f'stop={stops!r:.40}: a text, or a list of them', 'stop')
+  warm = number(body, 'temperature')
   names = 'max_completion_tokens', 'max_tokens'
   tokens = [number(body, name) for name in names]
   tools = chat.read_tools(body.get('tools'))
@@ -132,7 +147,7 @@ def read(body: Mapping[str, Any]) -> tuple[Request, dict[str, Any]]:
     chat.read_messages(body.get('messages')),
     tools=() if choice == 'none' else tools,
     max_tokens=next((n for n in tokens if n), 0),
-    temperature=number(body, 'temperature'),
+    temperature=0.0 if warm is not None and warm < _COLD else warm,
     top_p=number(body, 'top_p'),
     stops=tuple(stops),
     seed=number(body, 'seed'),
@@ -143,6 +158,7 @@ def read(body: Mapping[str, Any]) -> tuple[Request, dict[str, Any]]:
     'stream': bool(body.get('stream')),
     'usage': isinstance(options, dict) and bool(options.get('include_usage')),
     'logprobs': bool(body.get('logprobs')),
+    'n': n,
   }
   return request, shown
 
@@ -151,35 +167,16 @@ def make(sessions: Sessions, tokenizer) -> Starlette:
   """The application."""
 
   def session(http: HttpRequest) -> Session:
-    kind, _, key = http.headers.get('authorization', '').partition(' ')
-    if kind.lower() != 'bearer' or not key:
-      raise HttpError(401, 'give the key of a session: Authorization: Bearer')
     try:
-      return sessions.find(key.strip())
+      return sessions.find(key_of(http))
     except Closed as e:
       raise HttpError(401, str(e)) from e
 
   async def completions(http: HttpRequest) -> Response:
     own = session(http)
     request, shown = read(await read_body(http))
-    reply = await _unless_gone(http, own.reply(request))
-    about = {
-      'id': f'chatcmpl-{uuid.uuid4().hex}',
-      'created': int(time.time()),
-      'model': MODEL,
-    }
-    if shown['stream']:
-      lines = _lines(reply, about, shown['usage'])
-      return StreamingResponse(lines, media_type='text/event-stream')
-    message: dict[str, Any] = {'role': 'assistant', 'content': reply.content}
-    if reply.calls:
-      message |= {'content': reply.content or None, 'tool_calls': _calls(reply)}
-    choice = {'index': 0, 'message': message, 'finish_reason': reply.finish}
-    choice['logprobs'] = None
-    if shown['logprobs']:
-      choice['logprobs'] = _logprobs(reply, tokenizer)
-    body = {'object': 'chat.completion', 'choices': [choice]}
-    return JSONResponse(about | body | {'usage': _usage(reply)})
+    ask = functools.partial(own.reply, request)
+    return await respond(http, [ask], request, shown, MODEL, tokenizer)
 
   async def reward(http: HttpRequest) -> Response:
     own = session(http)
@@ -206,8 +203,7 @@ def make(sessions: Sessions, tokenizer) -> Starlette:
 
   async def models(http: HttpRequest) -> Response:
     session(http)
-    one = {'id': MODEL, 'object': 'model', 'created': 0, 'owned_by': 'you'}
-    return JSONResponse({'object': 'list', 'data': [one]})
+    return listed([MODEL])
 
   return Starlette(
     routes=[
@@ -242,6 +238,21 @@ async def _failed(http: HttpRequest, error: Exception) -> Response:
 HANDLERS = dict.fromkeys((*_STATUS, HTTPException, Exception), _failed)
 
 
+def key_of(http: HttpRequest) -> str:
+  """The key that a request gives; raises HttpError if there is none."""
+  kind, _, key = http.headers.get('authorization', '').partition(' ')
+  if kind.lower() != 'bearer' or not key.strip():
+    raise HttpError(401, 'give the key: Authorization: Bearer KEY')
+  return key.strip()
+
+
+def listed(names: Iterable[str]) -> Response:
+  """The answer of /v1/models."""
+  about = {'object': 'model', 'created': 0, 'owned_by': 'you'}
+  data = [{'id': name} | about for name in names]
+  return JSONResponse({'object': 'list', 'data': data})
+
+
 def _hit(passage) -> dict[str, Any]:
   contents = join_contents(passage.title, passage.text)
   document = {'id': passage.id, 'contents': contents}
@@ -264,7 +275,117 @@ async def read_body(http: HttpRequest) -> dict[str, Any]:
   return found
 
 
-async def _unless_gone(http: HttpRequest, work) -> Reply:
+# Replies.
+
+
+async def respond(
+  http: HttpRequest,
+  asks: Sequence[Ask],
+  request: Request,
+  shown: Mapping[str, Any],
+  model: str,
+  tokenizer,
+) -> Response:
+  """Samples a reply by each of `asks`, at the same time, and sends them.
+
+  They end at once where the client goes. shown: of `read`.
+  """
+  id, now = f'chatcmpl-{uuid.uuid4().hex}', int(time.time())
+  about = {'id': id, 'created': now, 'model': model}
+  scores = lambda r: _logprobs(r, tokenizer) if shown['logprobs'] else None
+
+  async def told(n: int, ask: Ask, tell: Tells) -> Reply:
+    """The reply of choice n, in chunks as it comes."""
+    stops = () if request.shows_stop else request.stops
+    deltas = Deltas(tokenizer, stops, bool(request.tools))
+
+    def say(delta: dict, finish=None, logprobs=None) -> None:
+      choice = {'index': n, 'delta': delta, 'logprobs': logprobs}
+      choices = [choice | {'finish_reason': finish}]
+      tell(about | {'object': f'{_OBJECT}.chunk', 'choices': choices})
+
+    def sampled(ids: Sequence[int]) -> None:
+      if not deltas.begun:
+        say({'role': 'assistant', 'content': ''})
+      if text := deltas(ids):
+        say({'content': text})
+
+    reply = await ask(sampled)
+    if rest := reply.content[len(deltas.sent) :]:
+      say({'content': rest})
+    for i, call in enumerate(_calls(reply)):
+      say({'tool_calls': [{'index': i} | call]})
+    say({}, reply.finish, scores(reply))
+    return reply
+
+  async def work(tell: Tells) -> None:
+    replies = await gather(told(n, ask, tell) for n, ask in enumerate(asks))
+    if shown['usage']:
+      last = {'object': f'{_OBJECT}.chunk', 'choices': []}
+      tell(about | last | {'usage': _usage(replies)})
+
+  if shown['stream']:
+    return await stream(http, work)
+  replies = await _unless_gone(http, gather(ask(None) for ask in asks))
+  choices = []
+  for n, reply in enumerate(replies):
+    message: dict[str, Any] = {'role': 'assistant', 'content': reply.content}
+    if reply.calls:
+      message |= {'content': reply.content or None, 'tool_calls': _calls(reply)}
+    choice = {'index': n, 'message': message, 'logprobs': scores(reply)}
+    choices.append(choice | {'finish_reason': reply.finish})
+  about |= {'object': _OBJECT, 'choices': choices}
+  return JSONResponse(about | {'usage': _usage(replies)})
+
+
+async def stream(
+  http: HttpRequest, work: Callable[[Tells], Awaitable]
+) -> Response:
+  """What `work(tell)` tells, as server-sent events; the last one is [DONE].
+
+  The work ends at once where the client goes. An error before the first event
+  is raised; a later one is an event.
+  """
+  events: asyncio.Queue[dict | None] = asyncio.Queue()
+  task = asyncio.ensure_future(work(events.put_nowait))
+  task.add_done_callback(lambda _: events.put_nowait(None))
+
+  async def lines(event: dict | None):
+    while event is not None:
+      yield f'data: {json.dumps(event)}\n\n'
+      event = await events.get()
+    if task.cancelled() or task.exception():
+      error = Closed(_ENDED) if task.cancelled() else task.exception()
+      yield f'data: {json.dumps(described(error)[1])}\n\n'
+    yield 'data: [DONE]\n\n'
+
+  try:
+    first = await _unless_gone(http, events.get())
+    if first is None:
+      await _unless_gone(http, task)  # raises its error
+  except BaseException:
+    task.cancel()
+    raise
+  return _Stream(lines(first), task)
+
+
+class _Stream(StreamingResponse):
+  """Server-sent events of a task, which ends with them."""
+
+  media_type = 'text/event-stream'
+
+  def __init__(self, lines, task: asyncio.Future):
+    super().__init__(lines, headers={'Cache-Control': 'no-store'})
+    self._task = task
+
+  async def __call__(self, scope, receive, send) -> None:
+    try:
+      await super().__call__(scope, receive, send)
+    finally:
+      self._task.cancel()
+
+
+async def _unless_gone(http: HttpRequest, work: Awaitable) -> Any:
   """The result; stops the work at once if the client has gone."""
   task = asyncio.ensure_future(work)
 
@@ -278,7 +399,7 @@ async def _unless_gone(http: HttpRequest, work) -> Reply:
     if not task.done():
       raise ClientDisconnect
     if task.cancelled():
-      raise Closed('the session has ended')
+      raise Closed(_ENDED)
     return task.result()
   finally:
     for each in (task, watch):
@@ -297,8 +418,9 @@ def _calls(reply: Reply) -> list[dict]:
   ]
 
 
-def _usage(reply: Reply) -> dict[str, int]:
-  n, prompt = len(reply.completion.ids), reply.prompt_tokens
+def _usage(replies: Sequence[Reply]) -> dict[str, int]:
+  n = sum(len(reply.completion.ids) for reply in replies)
+  prompt = replies[0].prompt_tokens
   return {
     'prompt_tokens': prompt,
     'completion_tokens': n,
@@ -319,26 +441,6 @@ def _logprobs(reply: Reply, tokenizer) -> dict:
       for i, logp in found
     ]
   }
-
-
-async def _lines(reply: Reply, about: dict, usage: bool):
-  """The reply as server-sent events."""
-
-  def line(delta: dict, finish=None) -> str:
-    choice = {'index': 0, 'delta': delta, 'finish_reason': finish}
-    chunk = about | {'object': 'chat.completion.chunk', 'choices': [choice]}
-    return f'data: {json.dumps(chunk)}\n\n'
-
-  yield line({'role': 'assistant', 'content': ''})
-  if reply.content:
-    yield line({'content': reply.content})
-  for n, call in enumerate(_calls(reply)):
-    yield line({'tool_calls': [{'index': n} | call]})
-  yield line({}, reply.finish)
-  if usage:
-    last = about | {'object': 'chat.completion.chunk', 'choices': []}
-    yield f'data: {json.dumps(last | {"usage": _usage(reply)})}\n\n'
-  yield 'data: [DONE]\n\n'
 
 
 @contextlib.asynccontextmanager

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from searchrl_jax import types
+from searchrl_jax.endpoint.streaming import Streamed, Tell
 from searchrl_jax.engines import core as engines
 from searchrl_jax.engines.core import Completion, Sampling
 from searchrl_jax.text import chat, states
@@ -105,8 +106,10 @@ class Session:
     """Contexts that began because a client changed or dropped history."""
     return len(self._record.contexts)
 
-  async def reply(self, request: Request) -> Reply:
+  async def reply(self, request: Request, tell: Tell | None = None) -> Reply:
     """Samples the next message of a chat.
+
+    tell: called with the ids as they are sampled.
 
     Raises:
       ChatError: the request cannot be used; nothing was sampled.
@@ -120,11 +123,11 @@ class Session:
       raise Busy('the session is answering another request: one at a time')
     self._busy = asyncio.current_task()
     try:
-      return await self._reply(request)
+      return await self._reply(request, tell)
     finally:
       self._busy = None
 
-  async def _reply(self, request: Request) -> Reply:
+  async def _reply(self, request: Request, tell: Tell | None) -> Reply:
     tok, record = self._tokenizer, self._record
     most = self._limits.max_tokens
     # Others would wait while megabytes are tokenised, which cannot fit.
@@ -144,7 +147,7 @@ class Session:
       )
     record = self._continued(record, ids)
     n = min(request.max_tokens or room, room)
-    done = await self._sample(record, ids, n, request)
+    done = await self._sample(record, ids, n, request, tell)
     new = types.Segment(
       np.asarray(done.ids, np.int32),
       'policy',
@@ -218,8 +221,12 @@ class Session:
       )
     return states.begin(record, [new(ids, 'prompt')], 'edited')
 
-  async def _sample(self, record, ids, n: int, request: Request) -> Completion:
+  async def _sample(
+    self, record, ids, n: int, request: Request, tell: Tell | None
+  ) -> Completion:
     engine, handle = self._engine, self._handle
+    if tell:
+      engine = Streamed(engine, self._tokenizer, tell)
     own = self._sampling
     changes: dict[str, Any] = {}
     if not self._trained:

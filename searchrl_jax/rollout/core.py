@@ -33,6 +33,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from searchrl_jax import lookup, types
+from searchrl_jax.devices import signals
 from searchrl_jax.engines.core import Completion, Engine, Handle, Sampling
 from searchrl_jax.sources.core import Answer, Source
 from searchrl_jax.text.env import SearchEnv
@@ -216,14 +217,7 @@ class Services:
 
   async def gather(self, work: Iterable[Coroutine]) -> list[Any]:
     """Runs concurrently; results in order. An error cancels the others."""
-    try:
-      # Waits for cancelled ones, which close their handles as they end.
-      async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(x) for x in work]
-    except BaseExceptionGroup as e:
-      first = e.exceptions[0]
-      raise first from first.__cause__
-    return [task.result() for task in tasks]
+    return await signals.gather(work)
 
   async def reward(self, groups: Sequence[Group]) -> types.Rewards:
     """The rewards of config.reward, between rounds.
