@@ -7,21 +7,18 @@
 Without a question it reads questions from standard input, one per line.
 """
 
-import contextlib
-import os
 import sys
-import tempfile
 
 from absl import flags
 from rich import console
 from rich import text as rich_text
 
 from retrieval.files import printable
+from searchrl_jax.evaluate import play
 from searchrl_jax.evaluate import policy as evaluate
-from searchrl_jax.rollout.chains import evaluation, rollout
 from searchrl_jax.rollout.core import RolloutError
-from searchrl_jax.run import build, command
-from searchrl_jax.types import Question, SearchError, SearchResult, Segment
+from searchrl_jax.run import command
+from searchrl_jax.types import SearchError, SearchResult, Segment
 
 # Of kinds of segments; those of other blocks of a template have OTHER.
 STYLES = {
@@ -35,7 +32,7 @@ OTHER = 'magenta'
 
 
 def printer(tok, out: console.Console):
-  """Returns an `on_event` for `rollout` that prints every event."""
+  """Returns an `on_event` for `play` that prints every event."""
 
   def show(name: str, event) -> None:
     del name
@@ -59,21 +56,11 @@ def printer(tok, out: console.Console):
 
 
 def main():
-  config = _CONFIG.value.copy_and_resolve_references()
-  # There is one sequence at a time.
-  config.eval.n = config.engine.slots = config.engine.prefill_rows = 1
   out = console.Console()
   show = lambda text, style: out.print(rich_text.Text(text, style))
-  with contextlib.ExitStack() as stack:
-    workdir = _WORKDIR.value
-    if workdir:  # apart from what a run writes, which may be under way
-      folder = f'{workdir}/ask'
-      os.makedirs(folder, exist_ok=True)
-    else:
-      folder = stack.enter_context(tempfile.TemporaryDirectory())
-    model = evaluate.loaded(config, workdir, folder, _CHECKPOINT.value)
-    tok, opener, *_ = stack.enter_context(model)
-    env = build.environment(config, tok)
+  about = _CONFIG.value, _WORKDIR.value or '', _CHECKPOINT.value
+  with play.opened(*about) as player:
+    tell = printer(player.have.tok, out)
     given = _QUESTION.value
     if not given:
       out.print('One question per line; Ctrl-D ends.')
@@ -81,29 +68,18 @@ def main():
       text = line.strip()
       if not text:
         continue
-      messages = ({'role': 'user', 'content': text},)
       show(f'\n{text}', 'bold')
-      question = Question(f'ask-{n}', text, messages=messages)
-      result = rollout(
-        [question],
-        env=env,
-        engine=opener.engine,
-        source=opener.source,
-        config=evaluation(config),
-        seed=config.eval.seed,
-        step=0,
-        on_event=printer(tok, out),
-      )
       try:
-        (group,), _ = opener.loop.run(result)
+        played = player.play(text, tell, f'ask-{n}')
+        found = player.have.opener.loop.run(played)
       except (ValueError, RolloutError) as e:
         if given:
           raise
         # It was too long or its search failed; continue with the next line.
         show(f'\n{e}', 'bold red')
         continue
-      answer = env.answer(group[0])
-      missing = f'no answer ({group[0].end})'
+      answer = player.env.answer(found)
+      missing = f'no answer ({found.end})'
       show(f'\nanswer: {answer}' if answer else f'\n{missing}', 'bold yellow')
 
 

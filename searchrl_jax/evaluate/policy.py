@@ -75,8 +75,10 @@ def majority(questions: list[Question]) -> float:
 
 
 @contextlib.contextmanager
-def loaded(config, workdir: str, out: str, which: str = 'latest'):
+def loaded(config, workdir: str, out: str, which: str = 'latest', loop=None):
   """Opens what evaluating a run folder or an HF checkpoint needs.
+
+  loop: see `services.opened`.
 
   Raises:
     ConfigError: a field of the config; nothing was opened.
@@ -97,7 +99,7 @@ def loaded(config, workdir: str, out: str, which: str = 'latest'):
     params = parameters.restore(config, workdir, cfg, mesh, which)
   else:
     params = parameters.initial(config, cfg, mesh)
-  with services.opened(config, out, cfg, mesh) as opener:
+  with services.opened(config, out, cfg, mesh, loop) as opener:
     judge = opener.open(judges.make(config))
     messages = ({'role': 'user', 'content': 'who ?'},)
     question = Question('canary', 'who ?', messages=messages)

@@ -143,13 +143,17 @@ class Opener:
 
 
 @contextlib.contextmanager
-def opened(config, workdir: str, cfg=None, mesh=None) -> Iterator[Opener]:
+def opened(
+  config, workdir: str, cfg=None, mesh=None, loop: Loop | None = None
+) -> Iterator[Opener]:
   """An `Opener` with a retrieval server and a loop, which end with the block.
 
-  The arguments are those of `Opener`.
+  The arguments are those of `Opener`. loop: the caller's, which closes the
+  services when it ends, before the block does; None: one of its own.
   """
-  with retrieval(config, workdir) as url, Loop() as loop:
-    yield Opener(config, workdir, loop, cfg, mesh, url)
+  own = contextlib.nullcontext(loop) if loop else Loop()
+  with retrieval(config, workdir) as url, own as entered:
+    yield Opener(config, workdir, entered, cfg, mesh, url)
 
 
 @contextlib.contextmanager
