@@ -194,7 +194,7 @@ def _trajectory(run: read.Run, record: Record, row: Mapping) -> dict[str, Any]:
     'seconds': round(t.seconds, 3),
     'invalid': t.invalid_actions,
     'sequences': [[*_segments(run, record, trained)] for trained in contexts],
-    'searches': [_search(s, t.question.supporting) for s in t.searches],
+    'searches': [searched(s, t.question.supporting) for s in t.searches],
   }
 
 
@@ -250,7 +250,8 @@ def _base64(values: np.ndarray, kind: str) -> str:
   return base64.b64encode(np.asarray(values, kind).tobytes()).decode()
 
 
-def _search(found, supporting: Sequence[str]) -> dict[str, Any]:
+def searched(found, supporting: Sequence[str] = ()) -> dict[str, Any]:
+  """What a page shows of a search, or of another tool's call."""
   out = {k: getattr(found.request, k) for k in ('query', 'tool', 'turn')}
   if isinstance(found, SearchError):
     return out | {'error': f'{found.kind}: {found.message}'}

@@ -6,12 +6,15 @@ import json
 import os
 import pathlib
 import shutil
+import signal
 import subprocess
 import sys
 from unittest import mock
 
+import httpx
 import jax
 import numpy as np
+import openai
 import pytest
 from safetensors.numpy import load_file
 
@@ -139,6 +142,51 @@ def test_ask_prints_the_answer(run):
   assert 'answer' in out
 
 
+@pytest.mark.long
+def test_serve_answers_until_it_is_interrupted(run):
+  folder, _ = run
+  command = [sys.executable, '-m', 'searchrl_jax.serve', '--port=0']
+  command += [f'--workdir={folder}', f'--beside={folder}', '--slots=2']
+  how = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+  how |= dict(cwd=ROOT, env=dict(os.environ, XLA_FLAGS=''))
+  with subprocess.Popen(command, **how) as server:
+    try:
+      lines = []
+      while not (lines and lines[-1].startswith('# models')):
+        lines.append(server.stdout.readline().strip())
+        assert server.poll() is None, server.stderr.read()
+      names = [folder.name, f'{folder.name}-beside']
+      assert lines[-1] == f'# models: {", ".join(names)}'
+      given = [line[7:].split('=', 1) for line in lines if 'export ' in line]
+      url, key = (dict(given)[f'OPENAI_{x}'] for x in ('BASE_URL', 'API_KEY'))
+      assert f'{url.removesuffix("v1")}#{key}' in ' '.join(lines)
+      question = 'What is the craft of Nobody Here?'
+      asked = {'messages': [{'role': 'user', 'content': question}]}
+      with openai.OpenAI(base_url=url, api_key=key) as client:
+        for name in names:
+          ask = client.chat.completions.create
+          chunks = [*ask(model=name, max_tokens=9, stream=True, **asked)]
+          assert chunks[-1].choices[0].finish_reason in ('length', 'stop')
+          whole = ask(model=name, max_tokens=9, **asked).choices[0].message
+          # Greedy, as the evaluation; in pieces, and at once.
+          texts = [c.choices[0].delta.content or '' for c in chunks]
+          assert ''.join(texts) == whole.content
+      played = httpx.post(
+        url.replace('/v1', '/ask'),
+        json={'model': names[1], 'question': question},
+        headers={'Authorization': f'Bearer {key}'},
+        timeout=60,
+      )
+      *_, last, done = (line for line in played.text.split('\n') if line)
+      assert done == 'data: [DONE]' and '"answer"' in last
+      server.send_signal(signal.SIGINT)
+      out, err = server.communicate(timeout=60)
+      assert server.returncode == 0 and 'Traceback' not in err
+    finally:
+      server.kill()
+  assert (folder / 'serve').is_dir() and (folder / 'serve_beside').is_dir()
+
+
 def test_what_a_terminal_would_obey_is_not_printed():
   hostile = 'a\x1b]0;owned\x07\x1b[2Jb\x9b1mc\tand\nlines'
   shown = ask.printable(hostile)
@@ -184,6 +232,7 @@ def test_help_helps():
     'searchrl_jax.doctor',
     'searchrl_jax.export',
     'searchrl_jax.view',
+    'searchrl_jax.serve',
     'experiments.quickstart.run',
   ):
     package = importlib.util.find_spec(name).submodule_search_locations

@@ -111,6 +111,7 @@ def quickstart(config, workdir: str, *, controls: bool = False) -> dict:
   out.print(f'learning curve: {folder / "learning_curve.png"}')
   out.print(f'figures:        {folder / "summary.json"}')
   out.print(f'trajectories:   {view.write(workdir, folder / "report.html")}')
+  out.print(f'ask it:         python -m searchrl_jax.serve --workdir={workdir}')
   return summary
 
 
