@@ -88,7 +88,7 @@ def call(given: Any, where: str = '') -> dict[str, Any]:
   if isinstance(arguments, str):
     try:
       arguments = json.loads(arguments)
-    except ValueError:
+    except (ValueError, RecursionError):
       pass  # as it was written
   function = {'name': function['name'], 'arguments': arguments}
   return {'id': given.get('id', ''), 'type': 'function', 'function': function}
@@ -223,9 +223,10 @@ def _parsed(text: str, names: set[str]) -> Call | None:
     found = json.loads(text)
   except (ValueError, RecursionError):
     return None
-  if not isinstance(found, dict) or found.get('name') not in names:
+  name = found.get('name') if isinstance(found, dict) else None
+  if not isinstance(name, str) or name not in names:
     return None
   arguments = found.get('arguments', found.get('parameters'))
   if not isinstance(arguments, dict):
     return None
-  return Call(found['name'], json.dumps(arguments, ensure_ascii=False))
+  return Call(name, json.dumps(arguments, ensure_ascii=False))

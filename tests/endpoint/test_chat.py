@@ -1,0 +1,21 @@
+"""Chats as programs send them, and replies with calls."""
+
+import pytest
+
+from searchrl_jax.text import chat
+
+TOOLS = [{'type': 'function', 'function': {'name': 'f'}}]
+
+
+@pytest.mark.parametrize('name', ['[]', '{}', 'null', '7'])
+def test_a_call_whose_name_is_no_text_stays_text(name):
+  text = f'<tool_call>{{"name": {name}, "arguments": {{}}}}</tool_call>'
+  assert chat.read_calls(text, TOOLS) == (text, [])
+  call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+  assert chat.read_calls(call, TOOLS)[1] == [chat.Call('f', '{}')]
+
+
+def test_arguments_that_cannot_be_read_stay_as_they_are_written():
+  for deep in ('[' * 100_000, '{'):
+    sent = {'function': {'name': 'f', 'arguments': deep}}
+    assert chat.call(sent)['function']['arguments'] == deep
