@@ -200,6 +200,25 @@ class RetrievalClient:
         raise answer
     return [hits for answer in answers for hits in answer]
 
+  async def document(self, name: str, piece: int = 1) -> tuple[str, int] | None:
+    """A piece of the document behind a passage.
+
+    Args:
+      name: the id of the passage.
+      piece: its number, from 1.
+
+    Returns:
+      The piece, '' after the last one, and how many there are; None: there is
+      no such document.
+
+    Raises:
+      RetrievalError: as `retrieve`; `rejected` (404) from a server without
+        documents, whose `health` does not say documents: true.
+    """
+    body = json.dumps({'id': _sendable(name), 'piece': piece}).encode()
+    call = _Call('POST', '/document', _piece, body)
+    return await self._ask(call, None)
+
   async def health(self, url: str | None = None) -> Mapping[str, Any]:
     """The description of a server: corpus, index, limits.
 
@@ -369,6 +388,16 @@ def _object(data: Any) -> Mapping[str, Any]:
 
 
 _HEALTH = _Call('GET', '/health', _object)
+
+
+def _piece(data: Any) -> tuple[str, int] | None:
+  found = _object(data).get('result', {})
+  if found is None:
+    return None
+  text, pieces = (_object(found).get(n) for n in ('contents', 'pieces'))
+  if not isinstance(text, str) or type(pieces) is not int:
+    raise ValueError("the answer has no 'contents' and 'pieces'")
+  return text, pieces
 
 
 def _hits(count: int, k: int, data: Any) -> list[list[Hit]]:

@@ -13,10 +13,11 @@ from typing import Protocol
 
 import numpy as np
 
-from retrieval.corpus import Corpus
+from retrieval.corpus import Corpus, join_contents, split_contents
 
 # (ids int64 [Q, k], scores float32 [Q, k]); see `Index.search`.
 Ranked = tuple[np.ndarray, np.ndarray]
+MOST_PARTS = 1000  # of a document, before and after a passage of it
 
 
 def check_k(k: int) -> None:
@@ -92,6 +93,10 @@ class Searcher(Protocol):
   A searcher that mostly waits has an attribute `threads`, the number of threads
   that may search at once, with one query each. Otherwise one thread searches at
   a time, with all waiting queries.
+
+  One that has whole documents has an attribute `document`, a function that
+  blocks: the id of a passage -> the contents of its document, or None if there
+  is no such document. Without, or where it is None, there are none.
   """
 
   @property
@@ -137,6 +142,27 @@ class LocalSearcher:
       [Found(ids[i], contents[i], s) for i, s in zip(*row) if i >= 0]
       for row in zip(*found, strict=True)
     ]
+
+  def document(self, name: str) -> str | None:
+    """The passage with this id, between its neighbours of the same title.
+
+    A corpus of parts (wiki-18) has the parts of an article one after another.
+    At most MOST_PARTS on each side.
+    """
+    at, contents = self.corpus.position(name), self.corpus.contents
+    if at is None:
+      return None
+    title, _ = split_contents(contents[at])
+    same = lambda i: title and split_contents(contents[i])[0] == title
+    first = last = at
+    while first > max(0, at - MOST_PARTS) and same(first - 1):
+      first -= 1
+    while last + 1 < min(len(contents), at + MOST_PARTS) and same(last + 1):
+      last += 1
+    if first == last:
+      return contents[at]
+    texts = [split_contents(contents[i])[1] for i in range(first, last + 1)]
+    return join_contents(title, '\n'.join(texts))
 
   def close(self) -> None:
     pass

@@ -68,6 +68,25 @@ class Corpus:
   def __getitem__(self, position: int) -> Document:
     return Document(self.ids[position], self.contents[position])
 
+  def position(self, name: str) -> int | None:
+    """Where the passage with this id is; None: there is none."""
+    # Ids that count the passages, as those of wiki-18, need no table.
+    if name.isdecimal() and name.isascii() and len(name) < 10:
+      at = int(name)
+      if at < len(self) and self.ids[at] == name:
+        return at
+    hashes, order = self._table
+    same = (np.searchsorted(hashes, hash(name), s) for s in ('left', 'right'))
+    found = (int(at) for at in order[slice(*same)])
+    return next((at for at in found if self.ids[at] == name), None)
+
+  @functools.cached_property
+  def _table(self) -> tuple[np.ndarray, np.ndarray]:
+    """Hashes of the ids in order, and where each id is; 16 bytes a passage."""
+    hashes = np.fromiter(map(hash, self.ids), np.int64, len(self))
+    order = np.argsort(hashes)
+    return hashes[order], order
+
 
 def split_contents(contents: str) -> tuple[str, str]:
   """Splits `"Title"\\ntext` into (title, text) and removes the quotes.

@@ -269,9 +269,8 @@ def create_app(
       headers['Retry-After'] = str(math.ceil(error.retry_after_s))
     return JSONResponse({'detail': error.detail}, error.status, headers)
 
-  @app.post('/retrieve', openapi_extra=protocol.openapi(limits, bool(token)))
-  async def retrieve(http: fastapi.Request) -> Response:
-    """Ranks passages for each query; see retrieval/README.md.
+  async def answered(http: fastapi.Request, work) -> Response:
+    """The answer that `work` makes of the body, in time.
 
     The header X-Deadline-Ms says how long the client waits, in milliseconds;
     --deadline_s bounds it.
@@ -282,14 +281,39 @@ def create_app(
     late = f'not answered within {seconds:g} s (--deadline_s, X-Deadline-Ms)'
     try:
       async with asyncio.timeout(seconds):
-        asked = protocol.parse_request(await request.body(http), limits)
-        search = batcher.search(asked.queries, asked.topk)
-        answers = await _while_there(http, search)
+        body = await work(await request.body(http))
     except TimeoutError:
       raise Rejected(504, 'deadline', late) from None
-    body = protocol.answer(answers, asked.return_scores)
     request.hold(len(body))
     return Response(body, headers=said, media_type='application/json')
+
+  @app.post('/retrieve', openapi_extra=protocol.openapi(limits, bool(token)))
+  async def retrieve(http: fastapi.Request) -> Response:
+    """Ranks passages for each query; see retrieval/README.md."""
+
+    async def work(body: bytes) -> bytes:
+      asked = protocol.parse_request(body, limits)
+      search = batcher.search(asked.queries, asked.topk)
+      answers = await _while_there(http, search)
+      return protocol.answer(answers, asked.return_scores)
+
+    return await answered(http, work)
+
+  document = getattr(searcher, 'document', None)
+
+  async def opened(http: fastapi.Request) -> Response:
+    """A piece of the document behind a passage; see retrieval/README.md."""
+
+    async def work(body: bytes) -> bytes:
+      name, number = protocol.parse_document(body)
+      find = batcher.call(lambda: document(name))
+      return protocol.piece(await _while_there(http, find), number, limits)
+
+    return await answered(http, work)
+
+  if document is not None:
+    about = protocol.document_openapi(bool(token))
+    app.post('/document', openapi_extra=about)(opened)
 
   @app.get('/health')
   async def health(http: fastapi.Request) -> dict:
@@ -298,6 +322,7 @@ def create_app(
     known = {
       **served,
       'identity': identity,
+      'documents': document is not None,
       'limits': dataclasses.asdict(limits),
       'served': dataclasses.asdict(batcher.counters),
       'waiting': {'requests': traffic.in_flight, 'queries': batcher.pending},

@@ -31,6 +31,7 @@ class Limits:
 
   topk: int = _limit(3, 'Passages for a query when a request names no topk.')
   max_topk: int = _limit(100, 'Largest topk.')
+  piece_chars: int = _limit(4000, 'Characters of a piece of a document.')
   max_queries: int = _limit(4096, 'Most queries in one request, else 422.')
   max_batch: int = _limit(1024, 'Most queries in one call of the index.')
   max_query_bytes: int = _limit(16384, 'Bytes (UTF-8) read of a query.')
@@ -76,6 +77,7 @@ class RetrieveRequest:
 
 
 _FIELDS = tuple(f.name for f in dataclasses.fields(RetrieveRequest))
+_MOST = 1 << 20  # pieces of a document
 
 
 def unpacked(body: bytes, encoding: str, most: int) -> bytes:
@@ -121,6 +123,29 @@ def parse_request(body: bytes, limits: Limits) -> RetrieveRequest:
   Raises:
     Rejected: the message names the field and the fix.
   """
+  data = _object_of(body, _FIELDS)
+  scores = data.get('return_scores')
+  if scores is not None and not isinstance(scores, bool):
+    raise _bad(['return_scores'], 'must be true or false')
+  queries, most = _queries(data, limits), limits.max_topk
+  topk = _whole(data, 'topk', limits.topk, most, ' (--max_topk)')
+  return RetrieveRequest(queries, topk, bool(scores))
+
+
+def parse_document(body: bytes) -> tuple[str, int]:
+  """Checks the body of POST /document: an id and the number of a piece.
+
+  Raises:
+    Rejected: the message names the field and the fix.
+  """
+  data = _object_of(body, ('id', 'piece'))
+  if not isinstance(data.get('id'), str):
+    raise _bad(['id'], 'must be a string')
+  return data['id'], _whole(data, 'piece', 1, _MOST)
+
+
+def _object_of(body: bytes, fields: Sequence[str]) -> dict[str, Any]:
+  """The JSON object of a body, which has no other fields."""
   try:
     data = json.loads(body.decode('utf-8'))
   except (ValueError, RecursionError) as error:
@@ -128,17 +153,13 @@ def parse_request(body: bytes, limits: Limits) -> RetrieveRequest:
     why = 'gzip without the header Content-Encoding: gzip' if gzipped else error
     raise _bad([], f'not JSON: {why}') from None
   if not isinstance(data, dict):
-    raise _bad([], 'must be a JSON object {"queries": [...]}')
+    raise _bad([], f'must be a JSON object {{"{fields[0]}": ...}}')
   for name in data:
-    if name not in _FIELDS:
+    if name not in fields:
       # A response cannot contain a lone surrogate.
       where = name[:80].encode('utf-8', 'replace').decode()
-      raise _bad([where], f'unknown field; known: {", ".join(_FIELDS)}')
-  scores = data.get('return_scores')
-  if scores is not None and not isinstance(scores, bool):
-    raise _bad(['return_scores'], 'must be true or false')
-  queries, topk = _queries(data, limits), _topk(data, limits)
-  return RetrieveRequest(queries, topk, bool(scores))
+      raise _bad([where], f'unknown field; known: {", ".join(fields)}')
+  return data
 
 
 def _queries(data: Mapping[str, Any], limits: Limits) -> tuple[str, ...]:
@@ -167,16 +188,16 @@ def _cut(query: str, limits: Limits) -> str:
   return query
 
 
-def _topk(data: Mapping[str, Any], limits: Limits) -> int:
-  topk = data.get('topk')
-  if topk is None:
-    return limits.topk
+def _whole(data: Mapping, name: str, usual: int, most: int, flag='') -> int:
+  """The number from 1 in a field; `usual` where it is left out."""
+  value = data.get(name)
+  if value is None:
+    return usual
   # JSON does not distinguish 3.0 from 3.
-  whole = type(topk) is int or isinstance(topk, float) and topk.is_integer()
-  if not whole or not 1 <= topk <= limits.max_topk:
-    allowed = f'from 1 to {limits.max_topk} (--max_topk)'
-    raise _bad(['topk'], f'must be an integer {allowed}')
-  return int(topk)
+  whole = type(value) is int or isinstance(value, float) and value.is_integer()
+  if not whole or not 1 <= value <= most:
+    raise _bad([name], f'must be an integer from 1 to {most}{flag}')
+  return int(value)
 
 
 def _bad(where: Sequence[str | int], message: str) -> Rejected:
@@ -204,11 +225,24 @@ def answer(found: Sequence[Answer], scores: bool) -> bytes:
     document = {'id': one.id, 'contents': one.contents}
     return {'document': document, 'score': one.score} if scores else document
 
-  result = {'result': [[shown(one) for one in row] for row in found]}
+  return _packed([[shown(one) for one in row] for row in found])
+
+
+def piece(text: str | None, number: int, limits: Limits) -> bytes:
+  """The body of an answer with a piece of a document; None: there is none."""
+  size = limits.piece_chars
+  if text is None:
+    return _packed(None)
+  part = text[(number - 1) * size : number * size]
+  return _packed({'contents': part, 'pieces': max(1, -(-len(text) // size))})
+
+
+def _packed(result: Any) -> bytes:
   try:
-    return orjson.dumps(result)
+    return orjson.dumps({'result': result})
   except TypeError:  # a lone surrogate, shown as '?'
-    return json.dumps(result, ensure_ascii=False).encode('utf-8', 'replace')
+    text = json.dumps({'result': result}, ensure_ascii=False)
+    return text.encode('utf-8', 'replace')
 
 
 def openapi(limits: Limits, token: bool) -> dict[str, object]:
@@ -222,6 +256,22 @@ def openapi(limits: Limits, token: bool) -> dict[str, object]:
   scored = _object(document=document, score={'type': 'number'})
   rows = {'anyOf': [_array(document), _array(scored)]}
   answers = _object(result=_array(rows))
+  about = 'One list for each query, best first.'
+  return _operation(request, response(about, answers), token)
+
+
+def document_openapi(token: bool) -> dict[str, object]:
+  """The OpenAPI description of POST /document."""
+  request = _object(id=_TEXT) | {'additionalProperties': False}
+  number = {'type': ['integer', 'null'], 'minimum': 1, 'maximum': _MOST}
+  request['properties']['piece'] = number
+  found = _object(contents=_TEXT, pieces={'type': 'integer'})
+  answers = _object(result={'anyOf': [found, {'type': 'null'}]})
+  about = 'A piece; null: there is no such document.'
+  return _operation(request, response(about, answers), token)
+
+
+def _operation(request: dict, answers: dict, token: bool) -> dict[str, object]:
   said = {
     '400': 'The body was cut short.',
     '413': 'The body is too large.',
@@ -233,7 +283,7 @@ def openapi(limits: Limits, token: bool) -> dict[str, object]:
     '504': 'Not answered within the deadline.',
   } | ({'401': 'The token is missing or wrong.'} if token else {})
   responses = {status: response(text, ERROR) for status, text in said.items()}
-  responses['200'] = response('One list for each query, best first.', answers)
+  responses['200'] = answers
   body = {'required': True, 'content': _json(request)}
   return {'requestBody': body, 'responses': responses}
 

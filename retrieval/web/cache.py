@@ -42,6 +42,7 @@ class Recorded:
   Attributes:
     identity: of the wrapped searcher, or the recorded one.
     threads: of the wrapped searcher.
+    document: of the wrapped searcher; a replay has none.
     asked: queries of the last search that were not in the store.
   """
 
@@ -61,6 +62,7 @@ class Recorded:
     """
     self.path = os.fspath(path)
     self.threads = getattr(searcher, 'threads', 1)
+    self.document = getattr(searcher, 'document', None)  # not recorded
     self._searcher, self.asked = searcher, 0
     self._unwritten: dict[bytes, list[Found]] = {}
     self._lock = threading.Lock()  # of the store

@@ -79,6 +79,8 @@ class WebSearcher:
     budget: the spending.
     identity: what answers depend on, besides changes of the web.
     threads: that may search at once.
+    document: in page mode, the main text of the page of a URL; None: it has
+      none, or cannot be fetched. None in snippet mode.
   """
 
   def __init__(
@@ -166,6 +168,7 @@ class WebSearcher:
     self._page = functools.lru_cache(64)(read)
     # Threads that wait for the process of a page.
     self._readers = concurrent.futures.ThreadPoolExecutor(os.cpu_count())
+    self.document = self._document if mode == 'page' else None
     if mode == 'page':
       self._fetcher = fetcher or Fetcher()
       # Starts the forking process before the first query.
@@ -187,6 +190,10 @@ class WebSearcher:
     self._loop.close()
     self._readers.shutdown()
     self.budget.close()
+
+  def _document(self, url: str) -> str | None:
+    text, _ = self._run(self._text(Row('', url, ''), '', whole=True))
+    return text or None
 
   def _run(self, work: Coroutine):
     return asyncio.run_coroutine_threadsafe(work, self._loop).result()
@@ -289,13 +296,13 @@ class WebSearcher:
     except (ValueError, RecursionError) as error:
       raise SearchFailed(f'not as documented: {error}') from None
 
-  async def _text(self, row: Row, query: str) -> tuple[str, bool]:
+  async def _text(self, row: Row, query: str, whole=False) -> tuple[str, bool]:
     """The text of a result, and whether a later fetch may find more."""
     if self.mode == 'snippet' or not row.url:
       return row.text, False
     try:
       text = await self._page(row.url)
-      if len(text) > self.page_chars:
+      if len(text) > self.page_chars and not whole:
         text = await self._elsewhere(cut, text, query, self.page_chars)
       shows = 'pages' if text else 'fallbacks'
     # Any error of an untrusted page fails only this page.

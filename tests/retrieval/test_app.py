@@ -21,12 +21,14 @@ from retrieval.core import (
   SearchFailed,
   identity_hash,
 )
+from retrieval.corpus import read_corpus
 from retrieval.index.bm25 import BM25Index
 from retrieval.serve.app import create_app
 from retrieval.serve.batcher import Batcher, Pace
 from retrieval.serve.protocol import Limits, Rejected
 from retrieval.web.cache import Recorded
 from tests.clock import until, within
+from tests.retrieval.conftest import write_corpus
 
 LIMITS = Limits(
   max_topk=5,
@@ -1173,3 +1175,91 @@ def test_lone_surrogates_in_a_passage_are_sent_as_question_marks():
   for scores in (False, True):
     (response,) = posted(Web(), {'queries': ['a'], 'return_scores': scores})
     assert response.status_code == 200 and 'a ? b' in response.text
+
+
+# Documents.
+
+
+def opened(http, **body):
+  response = http.post('/document', json=body)
+  assert response.status_code == 200, response.text
+  return response.json()['result']
+
+
+def test_a_document_is_its_passages_in_pieces(corpus):
+  limits = dataclasses.replace(LIMITS, piece_chars=20)
+  with TestClient(create_app(searcher(corpus), limits)) as http:
+    assert http.get('/health').json()['documents'] is True
+    whole = corpus[0].contents
+    pieces = -(-len(whole) // 20)
+    parts = [opened(http, id='0', piece=n + 1) for n in range(pieces)]
+    assert ''.join(p['contents'] for p in parts) == whole
+    assert {p['pieces'] for p in parts} == {pieces}
+    assert opened(http, id='0') == opened(http, id='0', piece=1)
+    assert opened(http, id='0', piece=pieces + 1)['contents'] == ''
+    assert opened(http, id='absent') is None
+    # Neighbours of the same title are one document.
+    same = [opened(http, id=n) for n in '456']
+    assert same[0]['contents'] == '"Twin"\nthe same word'
+    assert same == same[:1] * 3 and same[0]['pieces'] == 4
+
+
+def test_an_article_is_found_by_any_of_its_parts(tmp_path):
+  parts = [
+    ('a', 'X', 'one'),
+    ('b', 'X', 'two'),
+    ('c', 'Y', 'x'),
+    ('7', '', 'z'),
+  ]
+  parts += [('8', '', 'z'), ('d', 'X', 'three')]
+  found = read_corpus(write_corpus(tmp_path / 'c.jsonl', parts))
+  local = searcher(found)
+  assert [local.document(n) for n in 'ab'] == ['"X"\none\ntwo'] * 2
+  assert local.document('d') == '"X"\nthree'
+  assert local.document('7') == '""\nz'  # no title: nothing is alike
+  assert [found.position(n) for n in 'abc78d'] == [*range(6)]
+  for name in ('', 'e', '0', '-1', '٣', '9' * 5000, '\ud800'):
+    assert found.position(name) is None and local.document(name) is None
+
+
+def test_ids_that_count_need_no_table(tmp_path):
+  parts = [(str(n), f'T{n}', 'x') for n in range(30)]
+  found = read_corpus(write_corpus(tmp_path / 'c.jsonl', parts))
+  assert [found.position(str(n)) for n in range(30)] == [*range(30)]
+  assert '_table' not in vars(found)
+  assert found.position('01') is None
+
+
+@pytest.mark.parametrize(
+  'body, loc, said',
+  [
+    ({}, ['id'], 'string'),
+    ({'id': 7}, ['id'], 'string'),
+    ({'id': '7', 'piece': 0}, ['piece'], 'from 1'),
+    ({'id': '7', 'piece': 1.5}, ['piece'], 'integer'),
+    ({'id': '7', 'piece': True}, ['piece'], 'integer'),
+    ({'id': '7', 'queries': []}, ['queries'], 'known: id, piece'),
+    ([], [], 'object'),
+  ],
+)
+def test_a_bad_request_for_a_document_is_named(http, body, loc, said):
+  response = http.post('/document', json=body)
+  assert response.status_code == 422
+  [detail] = response.json()['detail']
+  assert detail['loc'] == ['body', *loc] and said in detail['msg']
+
+
+def test_what_has_no_documents_has_no_such_path(corpus, tmp_path):
+  class Bare(LocalSearcher):
+    document = None
+
+  bare = Bare(corpus, BM25Index(corpus.contents))
+  recorded = Recorded(searcher(corpus), tmp_path / 'answers')
+  for one, there in ((bare, False), (recorded, True)):
+    with TestClient(create_app(one, LIMITS)) as http:
+      assert http.get('/health').json()['documents'] is there
+      response = http.post('/document', json={'id': '0'})
+      assert response.status_code == (200 if there else 404)
+  replayed = Recorded(None, tmp_path / 'answers')
+  assert replayed.document is None
+  replayed.close()

@@ -1115,3 +1115,39 @@ def test_a_token_that_cannot_be_sent(token, monkeypatch):
 def test_bad_lists_of_urls(urls):
   with pytest.raises(ValueError, match='http://host:port'):
     RetrievalClient(urls)
+
+
+# Documents.
+
+
+def test_a_document_comes_in_pieces(corpus_path):
+  async def ask(url):
+    async with RetrievalClient(url, **FAST) as client:
+      found = await client.document('0'), await client.document('0', 2)
+      return *found, await client.document('\ud800')
+
+  with serve(corpus_path) as url:
+    first, second, absent = asyncio.run(ask(url))
+  assert first[0].startswith('"Hamlet"\n') and first[1] == 1
+  assert second == ('', 1) and absent is None
+
+
+@pytest.mark.parametrize(
+  'body',
+  [
+    {}, [], {'result': []}, {'result': {}}, {'result': {'contents': 'x'}},
+    {'result': {'contents': 3, 'pieces': 1}},
+    {'result': {'contents': 'x', 'pieces': True}},
+  ],
+)  # fmt: skip
+def test_an_answer_that_is_no_document_is_an_error(body):
+  async def ask(url):
+    async with RetrievalClient(url, **FAST) as client:
+      return await client.document('0')
+
+  with Faults(
+    reply({'detail': 'Not Found'}, '404 Not Found'), reply(body)
+  ) as it:
+    with pytest.raises(RetrievalError) as error:
+      asyncio.run(ask(it.url))
+  assert error.value.kind == 'bad_response'

@@ -37,6 +37,7 @@ def schema(corpus):
   'method, path',
   [
     ('POST', '/retrieve'),
+    ('POST', '/document'),
     ('GET', '/health'),
     ('GET', '/ready'),
     ('GET', '/metrics'),

@@ -925,6 +925,27 @@ def test_a_process_for_a_page_imports_nothing():
   assert done.stdout.strip() == "{'retrieval.server'}", done.stderr
 
 
+def test_a_page_is_a_document_where_pages_are_shown():
+  text = 'whole ' * 500
+  answers = {
+    '/a': reply(text.encode(), kind='text/plain'),
+    '/gone': reply(b'', '404 Not Found'),
+  }
+  with Site(answers) as site:
+    web = WebSearcher('serper', environ=ENVIRON, **paging(site))
+    recorded = Recorded(web, '')
+    try:
+      assert recorded.document == web.document
+      assert web.document(f'{site.url}/a') == text.strip()
+      for url in (f'{site.url}/gone', 'file:///etc/passwd', 'x', '', '\ud800'):
+        assert web.document(url) is None, url
+    finally:
+      recorded.close()
+  snippets = WebSearcher('serper', environ=ENVIRON)
+  assert snippets.document is None
+  snippets.close()
+
+
 def test_pages_of_this_machine_are_not_fetched_by_default():
   with Site({'/a': reply(ARTICLE.encode())}) as site:
     with Api(pages(site, '/a')) as api:
