@@ -223,8 +223,9 @@ def check_engine(config: ConfigDict) -> None:
   )
   env, engine, model = config.env, config.engine, config.model
   searches = env.real_searches or env.information == 'source' and env.max_turns
+  called = build.template(config).calls and config.tools  # what is not search
   lookup.require(
-    config.source.module != none.NONE or not searches,
+    config.source.module != none.NONE or not searches or called,
     f"config.source.module='none' answers no search, and config.env "
     f'(information={env.information!r}, max_turns={env.max_turns}, '
     f"real_searches={env.real_searches}) sends some; use 'service'",

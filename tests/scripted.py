@@ -73,6 +73,63 @@ def word_level(folder: pathlib.Path, words) -> tokenizing.Tokenizer:
   return tokenizing.load(folder)
 
 
+# Chat templates with the shapes of real ones, in words of our own: ChatML with
+# blocks of calls (Qwen), and bare calls whose results are JSON strings (Llama
+# 3.1, whose licence does not let its text stand here).
+HERMES = (
+  "{% if tools %}{{ '<|im_start|>system\\nTools:\\n' }}"
+  "{% for t in tools %}{{ (t | tojson) + '\\n' }}{% endfor %}"
+  "{{ 'Write <tool_call>a call</tool_call><|im_end|>\\n' }}{% endif %}"
+  '{% for m in messages %}'
+  '{% set before = messages[loop.index0 - 1] if loop.index0 else {} %}'
+  "{% if m.role == 'tool' %}"
+  "{% if before.role != 'tool' %}{{ '<|im_start|>user' }}{% endif %}"
+  "{{ '\\n<tool_response>\\n' + m.content + '\\n</tool_response>' }}"
+  "{% if loop.last or messages[loop.index0 + 1].role != 'tool' %}"
+  "{{ '<|im_end|>\\n' }}{% endif %}"
+  '{% else %}'
+  "{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}"
+  '{% endif %}{% endfor %}'
+  "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+LLAMA = (
+  '{% for m in messages %}'
+  "{{ '<|start|>' + ('ipython' if m.role == 'tool' else m.role) }}"
+  "{{ '<|head|>\\n\\n' }}"
+  '{% if tools and loop.first %}'
+  '{{ \'Write {"name": a tool, "parameters": {}}.\\n\' }}'
+  "{% for t in tools %}{{ (t | tojson(indent=4)) + '\\n\\n' }}{% endfor %}"
+  '{% endif %}'
+  "{{ (m.content | tojson) if m.role == 'tool' else m.content }}"
+  "{{ '<|eot_id|>' }}{% endfor %}"
+  '{% if add_generation_prompt %}'
+  "{{ '<|start|>assistant<|head|>\\n\\n' }}{% endif %}"
+)
+CHATS = {
+  'hermes': (HERMES, ('<|im_start|>', '<|im_end|>')),
+  'llama': (LLAMA, ('<|start|>', '<|head|>', '<|eot_id|>')),
+}
+
+
+@functools.cache
+def chatting(name: str) -> tokenizing.Tokenizer:
+  """'bpe' with one of CHATS, or the real 'qwen_tokenizer'."""
+  if name not in CHATS:
+    return tokenizer(name)
+  template, special = CHATS[name]
+  with tempfile.TemporaryDirectory() as folder:
+    altered(pathlib.Path(folder), special=special)
+    (pathlib.Path(folder) / 'chat_template.jinja').write_text(template)
+    return tokenizing.load(folder)
+
+
+def shown(tok, ids) -> str:
+  """The text of ids, with control tokens."""
+  name = lambda i: tok.control_name(i).encode()
+  pieces = (name(i) if i in tok.control else tok.token_bytes(i) for i in ids)
+  return b''.join(pieces).decode('utf-8', 'replace')
+
+
 def env_config(**fields):
   config = base().env
   config.update(max_tokens=4000, max_observation_tokens=400)

@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from searchrl_jax.rewards import scores
 from searchrl_jax.rewards.core import RewardContext, per_trajectory
 from searchrl_jax.text.env import SearchEnv
+from searchrl_jax.text.prompts import CALL
 from searchrl_jax.types import Group, Rewards, Trajectory
 
 
@@ -116,7 +117,8 @@ def valid_format(
   was written by the environment, or by the policy if
   config.env.information='policy'. Further blocks of a template are allowed in
   the position of a search if they act, in the position of an answer if they end
-  the trajectory, and in any position otherwise.
+  the trajectory, and in any position otherwise. Calls as JSON, one or several,
+  stand in the position of a search.
 
   Args:
     trajectory: as the environment recorded it.
@@ -141,6 +143,9 @@ def valid_format(
     if not block.text and block.author == 'policy':
       return False
     name, kind = block.kind, env.template.kinds.get(block.kind)
+    if name == CALL and state == 'searched':
+      continue
+    name = 'search' if name == CALL else name
     if kind in env.template.blocks:
       if not (kind.acts or kind.ends):
         continue

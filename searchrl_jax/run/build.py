@@ -18,10 +18,11 @@ from searchrl_jax import lookup
 from searchrl_jax.data import core as data
 from searchrl_jax.devices import cluster, sharding
 from searchrl_jax.models import parameters, pretrained
-from searchrl_jax.sources import simulated
+from searchrl_jax.sources import core, none, simulated
 from searchrl_jax.store import folders, records, remote, writer
 from searchrl_jax.text import prompts
 from searchrl_jax.text import tokenizer as tokenizers
+from searchrl_jax.text.calls import Function, text_of
 from searchrl_jax.text.env import SearchEnv
 from searchrl_jax.types import SEARCH, Question
 
@@ -213,9 +214,34 @@ def source_maker(fields: ConfigDict, where: str):
 
 def environment(config: ConfigDict, tok) -> SearchEnv:
   """The environment of config.env; its module names the class."""
-  return _environment(config)(
-    tok, template(config), config.env, config.data.prompt, config.source.k
+  protocol = template(config)
+  of_calls = [functions(config)] if protocol.calls else []
+  given = protocol, config.env, config.data.prompt, config.source.k
+  return _environment(config)(tok, *given, *of_calls)
+
+
+def functions(config: ConfigDict) -> tuple[Function, ...]:
+  """What a policy may call, where env.template has calls: search, then those of
+  config.tools. A server of tools is asked for them.
+
+  Raises:
+    ConfigError: a tool has no function, or two have the same name.
+    SourceError: a server does not answer.
+  """
+  searches = config.source.module != none.NONE
+  offered = {SEARCH: [core.SEARCH_SCHEMA]} if searches else {}
+  for name, fields in config.tools.items():
+    with lookup.of(f'config.tools.{name}.module'):
+      own = lookup.function(_SOURCES, f'{fields.get("module")}.functions')
+    offered[name] = own(fields)
+  found = [(t, s, text_of(own)) for t, own in offered.items() for s in own]
+  names = [schema['function']['name'] for _, schema, _ in found]
+  lookup.require(
+    names and len({*names}) == len(names),
+    f'config.source and config.tools offer the functions {names} to call, and '
+    f'env.template={config.env.template!r} needs some, under different names',
   )
+  return tuple(found)
 
 
 def corpus(config: ConfigDict, workdir: str) -> str:

@@ -230,7 +230,7 @@ async def _first_weights(config, engine, cfg, params, mesh, canary) -> None:
 def source(config, url: str, engine=None, tok=None, mesh=None, workdir=''):
   """The source that config.source.module names, on this URL, with
   config.source.dials; with those of config.tools, if there are any, as
-  `sources.tools.Tools`.
+  `sources.tools.Tools`. A tool is also given the fields of config.source.
 
   The other arguments are for a simulator: a function that returns the policy's
   engine (which is opened later), its tokenizer, its mesh and the run folder.
@@ -242,9 +242,9 @@ def source(config, url: str, engine=None, tok=None, mesh=None, workdir=''):
   search = make(fields, seed=config.seed, writer=writer)
   asked = functools.partial(_questions, config)
   made = {SEARCH: dials.wrap(search, fields.dials, config.seed, asked)}
-  for name, fields in config.tools.items():
-    make = build.source_maker(fields, f'config.tools.{name}')
-    made[name] = make(fields, seed=config.seed)
+  for name, own in config.tools.items():
+    make = build.source_maker(own, f'config.tools.{name}')
+    made[name] = make(own, seed=config.seed, source=fields)
   return Tools(made) if config.tools else made[SEARCH]
 
 

@@ -9,13 +9,14 @@ are bounded, so no input takes long.
 """
 
 import ast
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 import operator
 import re
 from typing import Any
 
 from searchrl_jax.sources.core import Answer, Source
+from searchrl_jax.text import calls
 from searchrl_jax.types import SearchRequest, SearchResult
 
 LENGTH = 200  # characters of an expression
@@ -110,6 +111,13 @@ def _answer(query: str) -> str:
     return shown(compute(query))
   except Unusable as e:
     return f'error: {e}'
+
+
+def functions(config: Any) -> list[Mapping]:
+  text = {'type': 'string', 'description': 'Such as (1 + 2.5) * 3 ^ 2.'}
+  named = {'properties': {'expression': text}, 'required': ['expression']}
+  about = 'Computes with + - * / ^ and parentheses, exactly.'
+  return [calls.schema('calculator', about, {'type': 'object'} | named)]
 
 
 def make(config: Any, **_: object) -> Calculator:

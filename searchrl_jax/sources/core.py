@@ -13,6 +13,14 @@ the observation contains unchanged; the rollout's statistics sum the `cost` of
 results. For an error of the policy (no such page, a division by zero), the
 answer is a text that the policy reads, not a SearchError.
 
+A module of a tool that a policy may call by JSON has a function
+`functions(config) -> schemas` (`text.calls.schema`). If that is one with one
+parameter, a text, the query of a request is this text; else it is the JSON of a
+call. `text.calls.read` reads both.
+
+A module's `make(config, **objects)` makes a source; for a tool, `source` has
+the fields of config.source, with the URL of its server.
+
 A tool stores no state of a trajectory: `request.earlier` has the previous
 answers of the trajectory, each with its request. An interpreter session runs
 the code of these requests again (or keys its interpreters by it); a page reader
@@ -25,9 +33,16 @@ import hashlib
 from typing import Protocol
 
 from searchrl_jax import lookup
+from searchrl_jax.text import calls
 from searchrl_jax.types import SearchError, SearchRequest, SearchResult
 
 Answer = SearchResult | SearchError
+_QUERY = {'type': 'string', 'description': 'What to look for.'}
+SEARCH_SCHEMA = calls.schema(
+  'search',
+  'Searches a collection of texts and returns the passages that fit best.',
+  {'type': 'object', 'properties': {'query': _QUERY}, 'required': ['query']},
+)
 
 
 class SourceError(RuntimeError):
@@ -51,8 +66,8 @@ def require_same_source(before: Mapping, now: Mapping) -> None:
   )
   lookup.require(
     not (before and now and lines),
-    'the retrieval server is not the one that this run was trained with '
-    f'({lines}): serve the same corpus and index, or train in another '
+    'the source, or a tool, is not the one that this run was trained with '
+    f'({lines}): serve the same corpus, index and tools, or train in another '
     '--workdir with --config.train.init=THIS_RUN',
     SourceError,
   )

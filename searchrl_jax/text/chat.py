@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 import itertools
 import json
 import re
-from typing import Any, NamedTuple
+from typing import Any
 
 from searchrl_jax.lookup import require
-from searchrl_jax.text.untrusted import Part
+from searchrl_jax.text.calls import Call, parse
+from searchrl_jax.text.untrusted import MARKS, Part, mark
 
 ROLES = 'system', 'developer', 'user', 'assistant', 'tool'
-_MARK = re.compile('\ue000(\\d+)\ue001')
 _CALL = re.compile(r'<tool_call>\s*(.*?)\s*</tool_call>', re.DOTALL)
 
 
@@ -27,13 +27,6 @@ class ChatError(ValueError):
   def __init__(self, message: str, param: str = 'messages'):
     super().__init__(message)
     self.param = param
-
-
-class Call(NamedTuple):
-  """A call of a tool; arguments as the policy wrote them, JSON."""
-
-  name: str
-  arguments: str
 
 
 def read_messages(value: Any) -> list[dict[str, Any]]:
@@ -151,7 +144,7 @@ def render(
       if not tokenizer.has_added(value):
         return value
       outside.append(value)
-      return f'\ue000{len(outside) - 1}\ue001'
+      return mark(len(outside) - 1)
     if isinstance(value, Mapping):
       return {marked(k): marked(v) for k, v in value.items()}
     return [*map(marked, value)] if isinstance(value, list) else value
@@ -169,7 +162,7 @@ def render(
     if plain == text:
       why = f'the chat template of {tokenizer.path} shows no tools'
       raise ChatError(f'{why}; describe them in a message', 'tools')
-  pieces = _MARK.split(text)
+  pieces = MARKS.split(text)
   for n in range(1, len(pieces), 2):
     said = outside[int(pieces[n])]
     if pieces[n - 1].endswith('"') and pieces[n + 1].startswith('"'):
@@ -198,35 +191,20 @@ def read_calls(text: str, tools: Sequence[Mapping]) -> tuple[str, list[Call]]:
 
   Two forms: blocks <tool_call>{"name": ..., "arguments": {...}}</tool_call>
   (Qwen, Hermes), or the reply is one such object (Llama 3.1, "parameters").
-  What is no call of a tool that there is stays text.
+  What is no call of a tool that there is stays text. Arguments that the tool's
+  schema does not allow are for the client to judge.
   """
-  names = {tool['function']['name'] for tool in tools}
-  if not names:
-    return text, []
-  calls: list[Call] = []
+  found: list[Call] = []
+  if not tools:
+    return text, found
 
   def taken(match: re.Match) -> str:
-    call = _parsed(match[1], names)
-    if call is None:
-      return match[0]
-    calls.append(call)
-    return ''
+    call = parse(match[1], tools)
+    found.extend([call] * bool(call.arguments))
+    return '' if call.arguments else match[0]
 
   rest = _CALL.sub(taken, text)
-  if not calls and (call := _parsed(text.strip(), names)):
-    return '', [call]
-  return (rest.strip() if calls else text), calls
-
-
-def _parsed(text: str, names: set[str]) -> Call | None:
-  try:
-    found = json.loads(text)
-  except (ValueError, RecursionError):
-    return None
-  name = found.get('name') if isinstance(found, dict) else None
-  if not isinstance(name, str) or name not in names:
-    return None
-  arguments = found.get('arguments', found.get('parameters'))
-  if not isinstance(arguments, dict):
-    return None
-  return Call(name, json.dumps(arguments, ensure_ascii=False))
+  if not found:
+    whole = parse(text.strip(), tools)
+    return ('', [whole]) if whole.arguments else (text, found)
+  return rest.strip(), found

@@ -29,6 +29,12 @@ the source; -1 sends all. Until then generations stop at the closing search tag.
 search_when='entropy' sends, after the first, only queries whose mean predictive
 entropy is higher than that of the query before. The driver sets `entropy`.
 
+Calls as JSON (a template with `calls`). A turn goes on until eos, and then its
+calls are made, unless it has an answer. One that cannot be read or made is an
+invalid action; its result is an error that the policy reads. What follows a
+turn is what the tokenizer's chat template writes between two replies, with the
+end of a turn that did not end itself.
+
 Contexts. With max_contexts = n, the engine's sequence may be replaced n - 1
 times by a shorter one; `State.segments` keeps all that was written.
 
@@ -62,6 +68,7 @@ from searchrl_jax import lookup, types
 from searchrl_jax.engines.core import Completion
 from searchrl_jax.text import parser as parsing
 from searchrl_jax.text import prompts, untrusted
+from searchrl_jax.text.calls import Call, Calls
 from searchrl_jax.text.parser import Block, Parser
 from searchrl_jax.text.states import (
   Action,
@@ -87,31 +94,41 @@ class SearchEnv:
     config: config.env; see schema.py for its fields.
     prompt_mode: config.data.prompt, 'template' or 'as_is'.
     k: number of passages per query.
+    functions: of calls.Function, for a template with `calls`.
 
   Raises:
-    ValueError: fields that cannot be combined, or a limit without room.
+    ValueError: fields that cannot be combined, a limit without room, or a
+      tokenizer whose chat template does not fit the template.
   """
 
-  def __init__(self, tokenizer, template, config, prompt_mode: str, k: int):
+  def __init__(
+    self, tokenizer, template, config, prompt_mode: str, k: int, functions=()
+  ):
     self.tokenizer, self.template, self.config = tokenizer, template, config
-    self.prompt_mode, self.k = prompt_mode, k
+    self.prompt_mode, self.k, self.functions = prompt_mode, k, functions
     self.entropy: Entropy | None = None
     self._searching = config.information == 'source'
     self._guided = config.search_when == 'entropy'
     self._tags = parsing.tags_of(template)
     self._check_tags()
-    self._observe = untrusted.Observer(tokenizer, template)
-    self._invalid = tokenizer.encode_template(template.invalid)
+    own = Calls(tokenizer, template, functions) if template.calls else None
+    self._calls, encode = own, tokenizer.encode_template
+    self._observe = own or untrusted.Observer(tokenizer, template)
+    self._invalid = own.invalid if own else encode(template.invalid)
     note = template.last_turn if self._searching else ''
-    self._note = tokenizer.encode_template(note)
-    # The shortest answer must fit after any text that is appended.
-    self._reserve = len(tokenizer.encode_template(''.join(template.answer))) + 1
+    self._note = own.note if own else encode(note)
+    self._head = own.head if own else []  # before every turn but the first
+    # The shortest answer must fit after any text that is appended, and so must
+    # the end of the turn before.
+    self._reserve = len(encode(''.join(template.answer))) + 1 + bool(own)
     real, limit = config.real_searches, config.max_observation_tokens
     further = [kind.name for kind in template.blocks if kind.acts]
+    further += [prompts.CALL] * bool(template.calls)
     self._check_contexts()
     self._dropped: list[int] = []
     if config.keep_observations:
-      self._dropped, _ = self._observe([config.dropped], limit)
+      one = [[config.dropped]] if own else [config.dropped]
+      self._dropped = self._observe(one, limit)[0] + self._head
     if self._searching:
       given = f'env.real_searches={real}, search_when={config.search_when!r}'
       what = "with information='source' every search is real: use 0, 'always'"
@@ -135,11 +152,14 @@ class SearchEnv:
       ValueError: the prompt is too long for env.max_tokens, or
         data.prompt='as_is' and the question has no messages.
     """
-    parts = untrusted.prompt_parts(
-      self.template, question, self.prompt_mode, self.tokenizer
-    )
+    turns = self.config.max_turns
+    asked = self.template, question, self.prompt_mode, self.tokenizer
+    tools = self._calls.schemas if self._calls and turns else ()
+    # The note for a first turn that is the last stands before a reply begins.
+    reply = not self._calls or turns > 0
+    parts = untrusted.prompt_parts(*asked, tools, reply)
     ids = self.tokenizer.encode_parts(parts, start=True)
-    note = self._note_before(0)
+    note = [] if turns else self._note
     added = (ids, 'prompt', 'other'), (note, 'environment', 'other')
     segments = _append((), agent, added)
     ids = (*ids, *note)
@@ -244,7 +264,8 @@ class SearchEnv:
   def observation(self, passages: Sequence[types.Passage | str]) -> str:
     """The text of an observation with these passages, or a tool's text."""
     limit = self.config.max_observation_tokens
-    return self.tokenizer.decode(self._observe(passages, limit)[0])
+    shown = [passages] if self._calls else passages
+    return self.tokenizer.decode(self._observe(shown, limit)[0])
 
   def _check_tags(self) -> None:
     """Raises ValueError if the parser or an engine could not see a tag.
@@ -278,6 +299,10 @@ class SearchEnv:
     lookup.require(bool(c.on_answer) == (c.attempts > 1), what)
     what = f"config.env.{used} with information={c.information!r}; use 'source'"
     lookup.require(not used or self._searching, what)
+    what = f'config.env.{used}: env.template={self.template.name!r} has calls; '
+    what += "use '' for on_full and on_answer"
+    asked = c.on_full or c.on_answer
+    lookup.require(not (self._calls and asked), what)
     # Block that is asked for -> the text that asks, and what follows.
     self._notes = {}
     for field in ('on_full', 'on_answer'):
@@ -332,16 +357,28 @@ class SearchEnv:
     )
     if goes_on:
       return _next(state, self._generate(state))
-    if action is None:
+    calls: tuple[Call, ...] = ()
+    if action is None and self._calls and self._may_search(state):
+      calls = self._calls.read(blocks)
+    if action is None and not calls:
       return self._without_action(state, completion.stop)
-    kind = self.template.kinds[action.kind]
-    if kind.ends:
+    if action and self.template.kinds[action.kind].ends:
       return self._answered(state)
+    good = [call for call in calls if call.status == 'ok']
+    wrong = state.invalid_actions + len(calls) - len(good)
+    state = dataclasses.replace(state, calls=calls, invalid_actions=wrong)
     if self._room(state) < self._observe.least:
       return self._full(state)
-    about = dict(turn=state.turn, tool=kind.tool, earlier=state.searches)
-    about |= dict(k=self.k, question=state.question)
-    requests = [types.SearchRequest(q, **about) for q in self._queries(action)]
+    if action:
+      tool = self.template.kinds[action.kind].tool
+      asked = [(tool, query) for query in self._queries(action)]
+    else:
+      asked = [*map(self._calls.request, good)]
+    if not asked:
+      return self._observed(state, ())
+    about = dict(turn=state.turn, earlier=state.searches, k=self.k)
+    about |= dict(question=state.question)
+    requests = [types.SearchRequest(q, tool=t, **about) for t, q in asked]
     return _next(state, Search(tuple(requests)))
 
   def _action(self, state: State, blocks: Sequence[Block]) -> Block | None:
@@ -426,15 +463,28 @@ class SearchEnv:
     state = dataclasses.replace(state, searches=state.searches + results)
     if any(isinstance(r, types.SearchError) for r in results):
       return _next(state, Done('failed'))
-    begun = self._drop(state)
-    passages = [p for r in results for p in r.shown]
+    return self._observed(state, results)
+
+  def _observed(self, state: State, results: tuple):
+    """Goes on with what the requests of a turn, or its calls, are answered."""
+    # Where no call could be made, there is nothing new in place of older ones.
+    begun = self._drop(state) if results else state
     limit = min(self.config.max_observation_tokens, self._room(begun))
-    ids, cut = self._observe(passages, limit)
+    ids, cut = self._observe(self._shown(state, results), limit)
     cut += state.cut_observations
     if not ids:
       return self._full(dataclasses.replace(state, cut_observations=cut))
     begun = dataclasses.replace(begun, cut_observations=cut)
-    return self._respond(begun, ids, 'information')
+    return self._respond(begun, ids, 'information' if results else 'other')
+
+  def _shown(self, state: State, results: tuple) -> Sequence:
+    if not self._calls:
+      return [p for r in results for p in r.shown]
+    made = iter(results)
+    return [
+      next(made).shown if call.status == 'ok' else [f'error: {call.error}']
+      for call in state.calls
+    ]
 
   # Contexts.
 
@@ -525,7 +575,7 @@ class SearchEnv:
     return real < 0 or len(state.searches) < real
 
   def _note_before(self, turn: int) -> list[int]:
-    return self._note if turn >= self.config.max_turns else []
+    return self._note if turn >= self.config.max_turns else self._head
 
   def _room(self, state: State) -> int:
     """Tokens left for a response, without those reserved for the note before a
@@ -554,20 +604,26 @@ class SearchEnv:
       whether the turn that has ended counts towards max_turns.
     """
     c = self.config
+    end: list[int] = []
+    if self._calls and state.sequence[-1].ids[-1] != self._calls.end:
+      end = [self._calls.end]  # the turn did not end itself
     used = min(state.used + counts, c.max_turns)
     note = self._note_before(used)
-    left = self._limit(state) - state.length - len(ids) - len(note)
+    of_note = kind if note is self._head else 'other'
+    left = self._limit(state) - state.length - len([*end, *ids, *note])
     if counts and left < c.max_turn_tokens and self._more(state):
       ask = ask or c.on_full
     if ask:  # then the note stands before the turn that follows
       note = self._notes[ask][0]
     train = bool(c.train_observations)
-    parts = (ids, 'environment', kind), (note, 'environment', 'other')
+    pairs = (end, 'other'), (ids, kind), (note, of_note)
+    parts = [(new, 'environment', kind) for new, kind in pairs]
+    appended = [*end, *ids, *note]
     before, keep = state.sequence, state.keep
     state = add(state, _append((), state.agent, parts, train))
     state = dataclasses.replace(
       state,
-      length=state.length + len(ids) + len(note),
+      length=state.length + len(appended),
       parser=Parser(self._tags),
       turn=state.turn + 1,
       used=used,
@@ -575,7 +631,7 @@ class SearchEnv:
       keep=None,
       turn_tokens=0,
     )
-    action = self._generate(state, [*ids, *note])
+    action = self._generate(state, appended)
     if keep is not None:  # a new context
       held = [i for s in before for i in s.ids.tolist()][keep:]
       action = dataclasses.replace(

@@ -10,7 +10,8 @@ The state machine reads the bytes of one turn of one author:
 
 A tag inside a block is plain text: `<search>` in a thought, `<answer>` in
 policy-written information. Tags are matched exactly, including case and spaces,
-and never across turns.
+and never across turns. A block without a closing tag is complete at the end of
+the turn; its text begins with its opening tag (a call that is one JSON object).
 
 The bytes of a tag belong to its block. A token belongs to the block of its
 first byte; a control token, which has no bytes, to the block that is open at
@@ -51,9 +52,11 @@ class Tags:
 
   def __init__(self, tags: Mapping[str, tuple[str, str]]):
     self.open = {a.encode(): kind for kind, (a, _) in tags.items()}
-    self.wanted = {kind: (b.encode(),) for kind, (_, b) in tags.items()}
+    self.wanted = {k: (b.encode(),) if b else () for k, (_, b) in tags.items()}
     self.wanted[OUTSIDE] = tuple(self.open)
-    patterns = {k: b'|'.join(map(re.escape, w)) for k, w in self.wanted.items()}
+    # '(?!)' never matches.
+    any_of = lambda tags: b'|'.join(map(re.escape, tags)) or b'(?!)'
+    patterns = {kind: any_of(tags) for kind, tags in self.wanted.items()}
     self.search = {k: re.compile(p).search for k, p in patterns.items()}
 
 
@@ -118,7 +121,7 @@ class Parser:
       after = tags.open[match[0]] if block == OUTSIDE else OUTSIDE
       at = match.end()
       spans.append((at, after if block == OUTSIDE else block, after))
-      block, inner = after, b''
+      block, inner = after, b'' if tags.wanted[after] else match[0]
 
     sure = at
     if block != OUTSIDE:  # a closing tag belongs to the block like its text
@@ -134,7 +137,8 @@ class Parser:
     kinds = np.where(between, after[n], inside[n]).tolist()
     if final:
       if block != OUTSIDE or inner.strip():
-        blocks.append((block, inner, block == OUTSIDE))
+        whole = block == OUTSIDE or not tags.wanted[block]
+        blocks.append((block, inner, whole))
       block, inner = OUTSIDE, b''
     left = tuple((starts[known:] - at).tolist())
     return Parser(tags, block, inner, data[at:], left), kinds, blocks
@@ -208,16 +212,24 @@ def blocks(
         prompt += text
         continue
       if segment.kind != OUTSIDE:
-        opening, closing = (t.encode() for t in template.tags[segment.kind])
-        _, opened, text = text.partition(opening)
-        if not opened:  # cut='tokens' left no room for it
+        text = _between(text, *template.kinds[segment.kind].tags)
+        if text is None:  # cut='tokens' left no room for it
           continue
-        before, closed, _ = text.rpartition(closing)
-        text = before if closed else text  # unclosed with cut='tokens'
       if text.strip() or segment.kind != OUTSIDE:
         block = (segment.kind, text, True)
         out.append(make_block(block, segment.author, max(turn, 0)))
   return tuple(out)
+
+
+def _between(text: bytes, opening: str, closing: str) -> bytes | None:
+  """What is between the first and the last of these tags, or after the first;
+  all, if there are no tags."""
+  if not opening:
+    return text
+  _, opened, text = text.partition(opening.encode())
+  before, closed, _ = text.rpartition(closing.encode())
+  text = before if closed else text  # unclosed with cut='tokens'
+  return text if opened else None
 
 
 def _bytes(ids: Iterable[int], tokenizer) -> bytes:

@@ -2,7 +2,12 @@
 
 A template is a JSON file with all tags, the prompt, the observation, the
 passage line, the feedback and the stop strings. Those of the package are in
-templates/. A user's file must define every field but `blocks`.
+templates/. A user's file must define every field but `blocks` and `calls`.
+
+With `calls`, tools are called by JSON in the chat format of a model (`calls`),
+and results come as this format has them. The file then leaves out what the
+format defines (FORMATS), and its prompt is a list of messages; the tools are
+shown by the tokenizer's chat template.
 """
 
 import dataclasses
@@ -21,6 +26,16 @@ from searchrl_jax.types import SEARCH
 TEMPLATES = pathlib.Path(__file__).parent / 'templates'
 BLOCKS = ('think', 'search', 'information', 'answer')
 OUTSIDE = 'other'  # the kind of text outside blocks
+CALL = 'tool_call'  # the kind of calls as JSON
+# Fields of a template that its `calls` define. `search` has the tags of a call;
+# without a closing one it ends with the turn, and the opening one is a part of
+# it. Where results have no tags, their text is that of the whole message.
+_REST = {'observation': '', 'cut': 'passages', 'query_separator': ''}
+_TAGS = ('<tool_call>', '</tool_call>'), ('<tool_response>', '</tool_response>')
+FORMATS = {
+  'hermes': _REST | {'search': _TAGS[0], 'information': _TAGS[1]},
+  'llama': _REST | {'search': ('{"', ''), 'information': ('', '')},
+}
 SLOT = '{question}'
 FIELDS = ('i', 'title', 'text', 'id')
 CUTS = ('passages', 'tokens')
@@ -78,7 +93,8 @@ class Template:
       tag, as for Search-R1's released checkpoints; use it to evaluate these.
     query_separator: splits the text for the tool `search` into parallel
       queries; '' = no split.
-    max_queries: limit of queries per search block; more are left out.
+    max_queries: limit of queries per search block, or of calls per turn; more
+      are left out.
     invalid: feedback after a turn without a valid action.
     last_turn: text before the last turn, which cannot search.
     stops: strings that end a generation, with the closing tags of all blocks
@@ -87,6 +103,8 @@ class Template:
       or -> {"tags": [open tag, close tag], "tool": "", "ends": false,
       "ask": "", "then": ""}. Rewards find their text by name (`env.blocks`). A
       tool is one of config.tools.
+    calls: '', or one of FORMATS. The tags of `search` are then those of a call
+      of any tool, a block of the kind CALL.
   """
 
   name: str
@@ -108,24 +126,29 @@ class Template:
   stops: tuple[str, ...]
   # Not in repr, so that hashes of templates in older manifests stay valid.
   blocks: tuple[Kind, ...] = dataclasses.field(default=(), repr=False)
+  calls: str = dataclasses.field(default='', repr=False)
 
   @functools.cached_property
   def kinds(self) -> dict[str, Kind]:
     """The table of blocks, by name: BLOCKS and `blocks`."""
-    does = {'search': dict(tool=SEARCH), 'answer': dict(ends=True)}
-    four = [Kind(n, getattr(self, n), **does.get(n, {})) for n in BLOCKS]
+    search = {'name': CALL} if self.calls else {'tool': SEARCH}
+    does = {'search': search, 'answer': {'ends': True}}
+    four = [
+      Kind(**{'name': n, 'tags': getattr(self, n)} | does.get(n, {}))
+      for n in BLOCKS
+    ]
     return {kind.name: kind for kind in (*four, *self.blocks)}
 
   @functools.cached_property
   def digest(self) -> str:
     """The SHA-256 of its fields, which names its content."""
     text = f'{self!r}{self.blocks or ""}'
-    text += ''.join(kind.ask + kind.then for kind in self.blocks)
+    text += ''.join(kind.ask + kind.then for kind in self.blocks) + self.calls
     return hashlib.sha256(text.encode()).hexdigest()
 
   @property
   def tags(self) -> dict[str, tuple[str, str]]:
-    return {name: kind.tags for name, kind in self.kinds.items()}
+    return {name: k.tags for name, k in self.kinds.items() if k.tags[0]}
 
   def stops_for(self, may_search: bool) -> tuple[str, ...]:
     """The stop strings; without the closing tags of blocks that act if not
@@ -186,19 +209,25 @@ def parse(data: Any, name: str, where: str) -> Template:
   require(isinstance(data, dict), f'template {where}: expected a JSON object')
   types = {f.name: f.type for f in dataclasses.fields(Template)[1:]}
   texts = {str: 'text', bool: 'true or false', int: 'a count > 0'}
-  data = {'blocks': {}} | data
+  data = {'blocks': {}, 'calls': ''} | data
+  calls = data['calls']
+  what = f"{calls!r} is neither '' nor one of {[*FORMATS]}"
+  check(calls in ('', *FORMATS), 'calls', what)
+  defined = FORMATS.get(calls, {})
+  check(not defined.keys() & data, 'calls', f'{calls!r} defines {[*defined]}')
+  data |= defined
   for field in data:
     check(field in types, field, f'unknown; {near(field, types)}')
   for field, kind in types.items():
-    what = 'missing; a template defines every field but blocks'
+    what = 'missing; a template defines every field but blocks and calls'
     check(field in data, field, what)
     value = data[field]
-    if field in BLOCKS:
+    if field in BLOCKS and field not in defined:
       data[field] = pair(value, field)
     elif kind in texts:
       check(type(value) is kind, field, f'expected {texts[kind]}: {value!r}')
 
-  blocks, taken = data['blocks'], (*BLOCKS, OUTSIDE)
+  blocks, taken = data['blocks'], (*BLOCKS, OUTSIDE, *[CALL] * bool(calls))
   good = isinstance(blocks, dict)
   check(good, 'blocks', f'expected name -> tags, got {blocks!r}')
   for kind, entry in blocks.items():
@@ -216,6 +245,8 @@ def parse(data: Any, name: str, where: str) -> Template:
     )
     what += 'the texts "ask" and "then"'
     check(good and bool(ask) == bool(then), f'blocks.{kind}', what)
+    what = f'a call of calls={calls!r} names its tool; none is by a block'
+    check(not (calls and tool), f'blocks.{kind}', what)
     blocks = blocks | {kind: Kind(kind, **entry)}
 
   prompt = data['prompt']
@@ -229,13 +260,15 @@ def parse(data: Any, name: str, where: str) -> Template:
   check(text, 'prompt', 'expected text, or a list of messages')
   n = prompt.count(SLOT)
   check(n == 1, 'prompt', f'needs {SLOT} once, has it {n} times')
+  good = not calls or data['prompt'][-1][0] == 'user'
+  check(good, 'prompt', f'calls={calls!r} need messages, the last of the user')
 
   stops = data['stops']
   good = isinstance(stops, list) and all(s and type(s) is str for s in stops)
   check(good, 'stops', f'expected a list of strings, got {stops!r}')
   data |= {'stops': tuple(stops), 'blocks': tuple(blocks.values())}
   out = Template(name=name, **data)
-  tags = [(kind, tag) for kind, pair in out.tags.items() for tag in pair]
+  tags = [(kind, t) for kind, pair in out.tags.items() for t in pair if t]
   for (kind, tag), (_, other) in itertools.permutations(tags, 2):
     good = tag not in other
     check(good, kind, f'tag {tag!r} is part of tag {other!r}; they must differ')
@@ -246,7 +279,8 @@ def parse(data: Any, name: str, where: str) -> Template:
   ends = {k.tags[1] for k in out.kinds.values() if k.acts or k.ends} - {*stops}
   shape = [out.information[0], '{passages}', out.information[1]]
   parts = re.findall('|'.join(map(re.escape, shape)), out.observation)
-  most, many = out.max_queries, out.query_separator
+  parts = shape if calls else parts
+  most, many = out.max_queries, out.query_separator or calls
   for field, good, message in (
     ('stops', not ends, f'lacks {ends}, the closing tags of actions'),
     ('passage', 'text' in used, 'needs {text}'),

@@ -12,6 +12,7 @@ import numpy as np
 
 from searchrl_jax import types
 from searchrl_jax.engines.core import Completion
+from searchrl_jax.text.calls import Call
 from searchrl_jax.text.parser import Block, Parser
 
 
@@ -129,7 +130,7 @@ class State(Record):
   turn_tokens: number sampled in this turn. pending: the action that waits for
   its event. blocks: those of the policy that have ended. held: the sequence,
   where a change of context made it another than `segments`. notes: what the
-  policy wrote to carry over (kind, ids).
+  policy wrote to carry over (kind, ids). calls: of the last turn with calls.
   """
 
   question: types.Question
@@ -145,6 +146,7 @@ class State(Record):
   turn_tokens: int = 0
   generations: int = 0
   blocks: tuple[Block, ...] = ()
+  calls: tuple[Call, ...] = ()
   searches: tuple[types.SearchResult | types.SearchError, ...] = ()
   query_entropy: float | None = None  # of the last query, for search_when
   invalid_actions: int = 0

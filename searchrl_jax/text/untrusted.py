@@ -17,12 +17,17 @@ from searchrl_jax.types import Passage, Question
 
 Part = tuple[str, bool]  # text, and whether it is ours (not outside text)
 _ASSISTANT = 'assistant'  # the policy's role in a chat
+# What stands for a text while a chat template is rendered, by a number.
+mark = '\ue000{}\ue001'.format
+MARKS = re.compile('\ue000(\\d+)\ue001')
 
 
 # Prompts.
 
 
-def prompt_parts(template, question: Question, mode, tokenizer) -> list[Part]:
+def prompt_parts(
+  template, question: Question, mode, tokenizer, tools=(), reply=True
+) -> list[Part]:
   """Returns the prompt as (text, ours) parts.
 
   mode 'template': the template's prompt with the question, in which tags are
@@ -31,6 +36,8 @@ def prompt_parts(template, question: Question, mode, tokenizer) -> list[Part]:
   if there is none. They are outside text, so control tokens have no effect, but
   their tags are kept, because they explain the protocol. A last message of the
   assistant is the beginning of the reply (`begun`), which the policy continues.
+
+  tools, reply: of a chat, see `tokenizer.chat`.
 
   Raises:
     ValueError: 'as_is' without messages; a chat template that is missing or
@@ -41,7 +48,7 @@ def prompt_parts(template, question: Question, mode, tokenizer) -> list[Part]:
     fix = "which data.prompt='as_is' renders; use 'template'"
     require(asked, f'question {question.id!r} has no messages, {fix}')
     if tokenizer.has_chat:
-      return chat_parts(tokenizer, asked)
+      return chat_parts(tokenizer, asked, tools, reply)
     return [('\n'.join(m['content'] for m in question.messages), False)]
   text = template.question(question.text)
 
@@ -53,7 +60,7 @@ def prompt_parts(template, question: Question, mode, tokenizer) -> list[Part]:
     parts = fill(template.prompt)
   else:
     messages = [(role, fill(content)) for role, content in template.prompt]
-    parts = chat_parts(tokenizer, messages)
+    parts = chat_parts(tokenizer, messages, tools, reply)
   return neutralised(template, parts, tokenizer.normalised)
 
 
@@ -68,31 +75,31 @@ def begun(template, question: Question, mode: str) -> str:
   return content if role == _ASSISTANT else ''
 
 
-def chat_parts(tokenizer, messages) -> list[Part]:
-  """Renders messages, (role, parts) each, with placeholders, and fills these.
+def chat_parts(tokenizer, messages, tools=(), reply=True) -> list[Part]:
+  """Renders messages, (role, parts) each, with marks, and fills these.
 
   Outside text does not pass through the chat template, so the rendered text
   that is ours (control tokens) stays separate from it. A last message of the
   assistant follows what begins its reply.
   """
-  reply: list[Part] = []
+  begins: list[Part] = []
   if messages[-1][0] == _ASSISTANT:
-    *messages, (_, reply) = messages
+    *messages, (_, begins) = messages
   parts = [p for _, content in messages for p in content]
-  marks = map('\ue000{}\ue001'.format, itertools.count())
+  marks = map(mark, itertools.count())
   marked = [
     {'role': role, 'content': ''.join(next(marks) for _ in content)}
     for role, content in messages
   ]
   # Text, number of a part, text, ...
-  pieces = re.split('\ue000(\\d+)\ue001', tokenizer.chat(marked))
+  pieces = MARKS.split(tokenizer.chat(marked, tools, reply))
   lost = set(range(len(parts))) - {int(n) for n in pieces[1::2]}
   texts = [parts[n][0][:60] for n in lost]
   what = f'the chat template of {tokenizer.path} leaves out {texts}'
   require(not lost, f'{what}; use other roles')
   for n, piece in enumerate(pieces):
     pieces[n] = parts[int(piece)] if n % 2 else (piece, True)
-  return [p for p in (*pieces, *reply) if p[0]]
+  return [p for p in (*pieces, *begins) if p[0]]
 
 
 # Observations.
@@ -120,31 +127,39 @@ class Observer:
     ids of the observation. The text of a tool is a passage without the
     template's passage line.
     """
+    _, ids, cut = self.fitted(passages, limit)
+    if self.template.cut == 'tokens':
+      return ids[: max(limit, 0)], cut
+    return (ids if len(ids) <= limit else []), cut
+
+  def fitted(self, passages: Sequence[Passage | str], limit: int):
+    """Returns the parts between the tags, the ids of the observation, and
+    whether passages were left out or cut. It may still be too long."""
     sep = (self.template.passage_separator, True)
     passages, short = self._clipped(passages, limit)
     lines = [self._line(i, p) for i, p in enumerate(passages, 1)]
     lines = lines or [[(self.template.no_results, True)]]
 
-    def ids_of(n):
+    def of(n):
       body = [part for line in lines[:n] for part in (sep, *line)][1:]
-      return self._encode(self._cleaned(body))
+      body = self._cleaned(body)
+      return body, self._encode(body)
 
-    ids = ids_of(len(lines))  # usually all passages fit, or not even the first
-    if self.template.cut == 'tokens':
-      return ids[: max(limit, 0)], short or len(ids) > limit
-    if len(ids) <= limit:
-      return ids, short
-    fewer = map(ids_of, range(1, len(lines)))
-    if fitting := [*itertools.takewhile(lambda x: len(x) <= limit, fewer)]:
-      return fitting[-1], True
+    # Usually all passages fit, or not even the first.
+    body, ids = of(len(lines))
+    if len(ids) <= limit or self.template.cut == 'tokens':
+      return body, ids, short or len(ids) > limit
+    fewer = map(of, range(1, len(lines)))
+    if fitting := [*itertools.takewhile(lambda x: len(x[1]) <= limit, fewer)]:
+      return *fitting[-1], True
     # Cleaned before it is cut, so that cuts are in the text that is shown.
     first = self._cleaned(lines[0])
     for pattern in (_WORDS, '(?s:.)'):
       kept = self._fit(_split(first, pattern), limit)
       if any(text.strip() for text, ours in kept if not ours):
         break
-    ids = self._encode(self._cleaned(kept))
-    return (ids if len(ids) <= limit else []), True
+    body = self._cleaned(kept)
+    return body, self._encode(body), True
 
   def _fit(self, pieces: Sequence[Part], limit: int) -> list[Part]:
     """As many outside pieces as fit, and all of ours."""

@@ -188,3 +188,22 @@ def test_a_thousand_open_boxes_are_read_in_one_pass():
   assert parsing.boxed(r'\boxed{' * 100_000 + '}') == ''
   assert parsing.boxed(r'\boxed{1} ' + r'\boxed{' * 100_000) == '1'
   assert time.process_time() - began < 2
+
+
+@pytest.mark.parametrize('size', [1, 2, 3, 50])
+def test_a_block_without_a_closing_tag_ends_with_the_turn(size):
+  """A call of Llama's: its opening tag is a part of it."""
+  tags = parsing.tags_of(prompts.load('llama_tools'))
+  data = b'<think>{"</think>so {"name": "<answer>"} x'
+  pieces = [bytes([b]) for b in data] + [b'']  # eos has no bytes
+  parser, kinds, found = parsing.Parser(tags), [], []
+  for at in range(0, len(pieces), size):
+    parser, more, blocks = parser.feed(pieces[at : at + size])
+    kinds, found = kinds + more, found + blocks
+  parser, more, blocks = parser.finish()
+  assert found + blocks == [
+    ('think', b'{"', True),
+    ('other', b'so ', True),
+    ('tool_call', b'{"name": "<answer>"} x', True),
+  ]
+  assert kinds + more == ['think'] * 17 + ['other'] * 3 + ['tool_call'] * 23

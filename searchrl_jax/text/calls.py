@@ -1,0 +1,253 @@
+"""Calls of tools as JSON, in the chat format of a model.
+
+    hermes   blocks <tool_call>{"name": ..., "arguments": {...}}</tool_call>,
+             several in a reply (Qwen2.5, Qwen3)
+    llama    the reply is one object {"name": ..., "parameters": {...}}
+             (Llama 3.1)
+
+A policy is shown tools by their schemas, in OpenAI's form, through the chat
+template of its tokenizer; what follows its reply is this template's text too.
+"""
+
+from collections.abc import Mapping, Sequence
+import json
+from typing import Any, NamedTuple
+
+from searchrl_jax.lookup import require
+from searchrl_jax.text import prompts, untrusted
+from searchrl_jax.text.parser import Block
+from searchrl_jax.text.untrusted import Part
+
+# Types of JSON Schema -> those that Python reads them as.
+_TYPES = {'string': (str,), 'integer': (int,), 'number': (int, float)}
+_TYPES |= {'boolean': (bool,), 'array': (list,), 'object': (dict,)}
+_DEPTH = 64  # levels of nested JSON in a call
+_USER = {'role': 'user', 'content': 'x'}
+
+
+class Call(NamedTuple):
+  """A call of a tool, as the policy wrote it.
+
+  arguments: JSON of an object; '' = there is none. status: ok, invalid_json,
+  unclosed, unknown_tool, bad_arguments, or too_many, of several calls. error:
+  what is wrong, for the policy to read.
+  """
+
+  name: str
+  arguments: str
+  status: str = 'ok'
+  error: str = ''
+
+
+# What may be called: search, or a name in config.tools, a schema, and `text_of`
+# all of the tool's.
+Function = tuple[str, Mapping[str, Any], str]
+
+
+def schema(name: str, about: str, parameters: Mapping) -> dict[str, Any]:
+  """In OpenAI's form; parameters: a JSON Schema."""
+  function = {'name': name, 'description': about, 'parameters': parameters}
+  return {'type': 'function', 'function': function}
+
+
+def parse(text: str, schemas: Sequence[Mapping], closed: bool = True) -> Call:
+  """Reads a call; whatever the text is, it raises nothing.
+
+  closed: whether the block of the call was closed.
+  """
+  if not closed:
+    return Call('', '', 'unclosed', 'the call is not closed')
+  try:
+    found = json.loads(text)
+  except (ValueError, RecursionError) as e:
+    return Call('', '', 'invalid_json', f'the call is not JSON: {e}')
+  if _deeper(found, _DEPTH):
+    return Call('', '', 'invalid_json', f'it has more than {_DEPTH} levels')
+  functions = {s['function']['name']: s['function'] for s in schemas}
+  name = found.get('name') if isinstance(found, dict) else None
+  if not isinstance(name, str) or name not in functions:
+    error = f'the call names none of the tools: {", ".join(functions)}'
+    return Call('', '', 'unknown_tool', error)
+  arguments = found.get('arguments', found.get('parameters'))
+  if not isinstance(arguments, dict):
+    error = f'the arguments of {name} are no JSON object'
+    return Call(name, '', 'bad_arguments', error)
+  wrong = _wrong(functions[name].get('parameters') or {}, arguments)
+  # A lone surrogate could not be sent anywhere.
+  written = json.dumps(arguments, ensure_ascii=False).encode(errors='replace')
+  return Call(name, written.decode(), 'bad_arguments' if wrong else 'ok', wrong)
+
+
+def _deeper(value: Any, levels: int) -> bool:
+  inner = value.values() if isinstance(value, dict) else value
+  inner = inner if isinstance(value, dict | list) else ()
+  return levels < 0 or any(_deeper(x, levels - 1) for x in inner)
+
+
+def _wrong(parameters: Mapping, arguments: Mapping) -> str:
+  """What contradicts the top level of a JSON Schema, which may be no good one
+  itself; '' = nothing."""
+  properties, required = map(parameters.get, ('properties', 'required'))
+  for name in required if isinstance(required, list) else ():
+    if isinstance(name, str) and not str(arguments.get(name, '')).strip():
+      return f'the argument {name!r} is missing or empty'
+  for name, value in arguments.items():
+    own = properties.get(name) if isinstance(properties, dict) else None
+    kinds = own.get('type') if isinstance(own, dict) else None
+    kinds = kinds if isinstance(kinds, list) else [kinds]
+    known = [k for k in kinds if isinstance(k, str) and k in _TYPES]
+    if known and all(type(value) not in _TYPES[k] for k in known):
+      return f'the argument {name!r} is not of the type {" or ".join(known)}'
+  return ''
+
+
+def text_of(schemas: Sequence[Mapping]) -> str:
+  """The only parameter of a tool's only function, if it is a text; else ''.
+
+  A tool that has one is sent this text, another one the JSON of a call.
+  """
+  parameters = schemas[0]['function'].get('parameters') or {}
+  properties = parameters.get('properties') or {}
+  (name, own), *_ = [*properties.items(), ('', {})]
+  text = isinstance(own, dict) and own.get('type') == 'string'
+  return name if text and len(properties) == len(schemas) == 1 else ''
+
+
+def read(query: str, schemas: Sequence[Mapping]) -> Call:
+  """The call that a query is, of a tool with these functions."""
+  if name := text_of(schemas):
+    return Call(schemas[0]['function']['name'], json.dumps({name: query}))
+  return parse(query, schemas)
+
+
+class Calls(untrusted.Observer):
+  """Reads the calls of a turn, and formats what they are answered.
+
+  Args:
+    tokenizer: tokenizer.Tokenizer.
+    template: prompts.Template with `calls`.
+    functions: what may be called, under different names.
+
+  Attributes:
+    schemas: of the functions, for the prompt.
+    end: the id with which the chat template ends a reply.
+    head: ids between a message and the next reply. note: the same, after the
+      message template.last_turn, if there is one.
+    invalid: ids of the message template.invalid, after the end of a reply.
+    least: tokens that the answers to any turn need.
+
+  Raises:
+    ValueError: the chat template shows no tools, or not in the format of
+      template.calls; names the tokenizer and what to do.
+  """
+
+  _quotes = False  # whether the chat template writes answers as JSON strings
+
+  def __init__(self, tokenizer, template, functions: Sequence[Function]):
+    self.tokenizer, self.schemas = tokenizer, [s for _, s, _ in functions]
+    self._functions = {f[1]['function']['name']: f for f in functions}
+    encode, chat = tokenizer.encode_template, tokenizer.chat
+    where = f'the chat template of {tokenizer.path}'
+    shown, tag = chat([_USER], self.schemas), template.search[0]
+    require(
+      shown != chat([_USER]) and tag in shown,
+      f'{where} shows no tools, or not the {tag!r} of a call in env.template='
+      f'{template.name!r}: use a template of tags, such as chat, or a copy of '
+      'the tokenizer with a chat_template.jinja that shows them '
+      '(--config.model.tokenizer=COPY)',
+    )
+    said = json.dumps(self.schemas, ensure_ascii=False)
+    what = f'a schema of config.tools has a token of {tokenizer.path}'
+    require(not tokenizer.has_added(said), f'{what} itself: {said}')
+    before = chat([_USER], self.schemas, reply=False)
+
+    def following(*messages: Mapping) -> list[int]:
+      text = chat([_USER, *messages], self.schemas)
+      require(text.startswith(before), f'{where} changes what it has written')
+      return encode(text[len(before) :])
+
+    note = {'role': 'user', 'content': template.last_turn}
+    self.head = following()
+    self.note = following(note) if template.last_turn else self.head
+    counts = range(template.max_queries + 2)
+    frames = [self._frame(('tool',) * n) for n in counts]
+    known = [i for i in tokenizer.eos_ids if i in tokenizer.control]
+    ends, after = {tokenizer.control_name(i): i for i in known}, frames[0][0]
+    end = next(filter(after.startswith, ends), '')
+    require(end, f'{where} ends a reply with {after!r}, not one of {[*ends]}')
+    self.end = ends[end]
+    ended = lambda texts: [texts[0].removeprefix(end), *texts[1:]]
+    self._frames = [*map(ended, frames)]
+    opening, closing = ended(self._frame(('user',)))
+    self.invalid = encode(opening + template.invalid + closing)
+    opening, closing = self._frames[1]
+    self._quotes = opening.endswith('"') and closing.startswith('"')
+    super().__init__(tokenizer, template)
+    frame = len(encode(''.join(self._frames[-1])))
+    self.least = frame + counts[-1] * self.least
+
+  def _frame(self, roles: Sequence[str]) -> list[str]:
+    """What the chat template writes after a reply, around the contents of
+    messages of these roles."""
+    roles = ['assistant', *roles]
+    marks = [untrusted.mark(n) for n in range(len(roles))]
+    marked = [{'role': r, 'content': m} for r, m in zip(roles, marks)]
+    text = self.tokenizer.chat([_USER, *marked], self.schemas, reply=False)
+    pieces = untrusted.MARKS.split(text)
+    what = f'the chat template of {self.tokenizer.path} does not show, in order'
+    found = [untrusted.mark(n) for n in pieces[1::2]]
+    require(found == marks, f'{what}, messages of the roles {roles}')
+    return pieces[2::2]
+
+  def read(self, blocks: Sequence[Block]) -> tuple[Call, ...]:
+    """The calls among the blocks of a turn, in order.
+
+    Of more than template.max_queries, the others become one that is none.
+    """
+    most = self.template.max_queries
+    own = [block for block in blocks if block.kind == prompts.CALL]
+    found = [parse(b.text, self.schemas, b.complete) for b in own[:most]]
+    error = f'a turn may have {most} calls; the others were not made'
+    more = [Call('', '', 'too_many', error)] * (len(own) > most)
+    return (*found, *more)
+
+  def request(self, call: Call) -> tuple[str, str]:
+    """The tool of a call with the status ok, and the query that it is sent."""
+    tool, _, text = self._functions[call.name]
+    arguments = json.loads(call.arguments)
+    if text:
+      return tool, arguments.get(text, '').strip()
+    sent = {'name': call.name, 'arguments': arguments}
+    return tool, json.dumps(sent, ensure_ascii=False)
+
+  def __call__(self, passages: Sequence[Any], limit: int):
+    """Returns at most `limit` ids of messages, one for each answer, and whether
+    any was cut.
+
+    Args:
+      passages: of each answer; see Observer.
+      limit: of which each answer gets an equal share.
+    """
+    opening, *closing = self._frames[len(passages)]
+    share = limit // len(passages)
+    while share > 0:
+      found = [self.fitted(one, share) for one in passages]
+      parts: list[Part] = [(opening, True)]
+      for (body, *_), text in zip(found, closing):
+        parts += [*self._written(body), (text, True)]
+      normalise = self.tokenizer.normalised
+      parts = untrusted.neutralised(self.template, parts, normalise)
+      ids = self.tokenizer.encode_parts(parts)
+      if len(ids) <= limit:
+        return ids, any(cut for *_, cut in found)
+      share -= -((limit - len(ids)) // len(passages))
+    return [], True
+
+  def _encode(self, body: Sequence[Part]) -> list[int]:
+    return self.tokenizer.encode_parts(self._written(body))
+
+  def _written(self, body: Sequence[Part]) -> list[Part]:
+    """As the chat template writes the content of a message."""
+    if not self._quotes:
+      return [*body]
+    return [(json.dumps(t, ensure_ascii=False)[1:-1], o) for t, o in body]
