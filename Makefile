@@ -19,7 +19,7 @@ export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 endif
 
 .PHONY: help setup quickstart realistic sidecar test test-long test-quick fuzz test-parity \
-  test-cluster test-runbook test-notebooks test-sidecar test-aot \
+  test-agents test-cluster test-runbook test-notebooks test-sidecar test-aot \
   setup-notebooks notebooks aot docs lint dist sizes clean
 
 help:
@@ -32,6 +32,7 @@ help:
 	@echo 'make test-quick             a part of make test, in 90 s'
 	@echo 'make fuzz                   random cases for MINUTES=60, by SEED=0'
 	@echo 'make test-parity            installs torch, compares with it live'
+	@echo 'make test-agents            installs mcp, verifiers and smolagents, uses them'
 	@echo 'make test-cluster           several processes on this machine (8 min)'
 	@echo 'make test-runbook           docs/cluster.md at small size, step by step'
 	@echo 'make setup-notebooks        a kernel for notebooks/ in .venv-notebooks'
@@ -60,6 +61,12 @@ $(READY): $(REQUIREMENTS) tools/venv.sh
 
 .venv-parity/.ready: requirements.txt requirements-parity.txt tools/venv.sh
 	@PYTHON=$(PYTHON) sh tools/venv.sh .venv-parity requirements-parity.txt
+	@touch $@
+
+.venv-agents/.ready: requirements.txt requirements-agents.txt \
+    requirements-agents-overrides.txt tools/venv.sh
+	@PYTHON=$(PYTHON) sh tools/venv.sh .venv-agents requirements-agents.txt \
+	  --override requirements-agents-overrides.txt
 	@touch $@
 
 .venv-notebooks/.ready: requirements.txt requirements-notebooks.txt tools/venv.sh
@@ -103,7 +110,7 @@ TEST_XLA_FLAGS := --xla_backend_optimization_level=0 \
 OPTIMIZED := tests/engines/test_jax_engine.py tests/learn/test_entropy.py \
   tests/retrieval/test_encoder.py
 # Tests run on the CPU, whatever the machine has.
-test test-long test-quick fuzz test-parity test-cluster test-runbook test-notebooks \
+test test-long test-quick fuzz test-parity test-agents test-cluster test-runbook test-notebooks \
   notebooks test-sidecar test-aot: export JAX_PLATFORMS ?= cpu
 
 test: setup
@@ -120,8 +127,8 @@ test-long: setup
 # Mostly whole files are marked as slow: those that take more than a few seconds.
 test-quick: setup
 	XLA_FLAGS="$(TEST_XLA_FLAGS) $(XLA_FLAGS)" $(PY) -m pytest $(WORKERS) \
-	  -m "not slow and not parity and not sidecar and not aot and not cluster \
-	  and not runbook and not notebook and not long"
+	  -m "not slow and not parity and not agents and not sidecar and not aot \
+	  and not cluster and not runbook and not notebook and not long"
 
 # Random cases for MINUTES, by SEED; a case that fails prints what repeats it.
 MINUTES ?= 60
@@ -132,6 +139,9 @@ fuzz: setup
 
 test-parity: .venv-parity/.ready
 	.venv-parity/bin/python -m pytest $(WORKERS) -m parity
+
+test-agents: .venv-agents/.ready
+	.venv-agents/bin/python -m pytest $(WORKERS) -m agents
 
 test-cluster: setup
 	$(PY) -m pytest -m cluster
@@ -183,5 +193,5 @@ sizes:
 	@$(PYTHON) tools/sizes.py
 
 clean:
-	rm -rf .venv .venv-parity .venv-sidecar .venv-aot .venv-docs \
+	rm -rf .venv .venv-parity .venv-agents .venv-sidecar .venv-aot .venv-docs \
 	  .venv-notebooks site runs .pytest_cache .mypy_cache .ruff_cache

@@ -192,6 +192,7 @@ EXTRAS = {
   'searchrl_jax/data/verifiers.py': ('verifiers',),
   'searchrl_jax/engines/vllm/plugin.py': ('vllm',),
   'searchrl_jax/models/gguf.py': ('gguf',),
+  'searchrl_jax/sources/mcp.py': ('mcp',),
   'searchrl_jax/store/trackers.py': ('wandb',),
   'searchrl_jax/evaluate/compare.py': ('sweep',),
   'searchrl_jax/sweep/figures.py': ('sweep',),
@@ -293,7 +294,8 @@ def test_declared_packages_are_pinned():
     *(
       packages
       for extra, packages in project['optional-dependencies'].items()
-      if extra not in ('gguf', 'gpu', 'notebooks', 'tpu', 'verifiers', 'vllm')
+      if extra
+      not in ('gguf', 'gpu', 'mcp', 'notebooks', 'tpu', 'verifiers', 'vllm')
     )
   )
   lines = (ROOT / 'requirements.txt').read_text().splitlines()

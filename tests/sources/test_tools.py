@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import json
+import sys
 
 from ml_collections import ConfigDict
 import pytest
@@ -427,6 +428,16 @@ def test_a_bad_tool_is_refused(tmp_path, tools, message):
   c.tools = ConfigDict(tools)
   with pytest.raises(ConfigError, match=message):
     build.check_environment(c)
+
+
+def test_a_tool_whose_package_is_not_there_names_it(tmp_path, monkeypatch):
+  monkeypatch.setitem(sys.modules, 'mcp', None)
+  c = config(tmp_path)
+  own = dict(command='x', url='', allow=('f',), timeout=1.0, max_bytes=9)
+  c.tools.server = ConfigDict(dict(module='mcp') | own)
+  build.check_environment(c)
+  with pytest.raises(ConfigError, match=r"pip install 'mcp>=2,<3'"):
+    services.source(c, '')
 
 
 def test_without_tools_the_source_is_the_source(tmp_path):
