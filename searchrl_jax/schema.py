@@ -172,7 +172,9 @@ def base() -> ConfigDict:
 
   # The class of the environment; called like `text.env.SearchEnv`.
   c.env.module = 'searchrl_jax.text.env.SearchEnv'
-  c.env.template = 'base'  # a name in text/templates, or a file
+  # A name in text/templates, or a file. Those with `calls` (qwen_tools,
+  # llama_tools) need a chat template that shows tools.
+  c.env.template = 'base'
   c.env.max_turns = 4  # turns that may search, then one that may not
   c.env.max_turn_tokens = 256  # sampled tokens in one turn
   c.env.max_tokens = 1024  # tokens in all, prompt and observations included
@@ -245,7 +247,12 @@ def base() -> ConfigDict:
   c.source.simulator.steps = 100  # after which it is noise_to
 
   # Tools besides `search`, which is `source`: name -> {module, ...its own
-  # fields}. A block of the template calls one by name.
+  # fields}. A block of the template calls one by name; where the template has
+  # calls, the policy does. Those of the package, with their fields:
+  #   calculator  cost
+  #   open        found: only documents that a search of the trajectory found
+  #   mcp         command or url of a server, allow (names of its tools),
+  #               timeout in seconds, max_bytes of a result
   c.tools = ConfigDict()
 
   c.engine.module = 'jax'
