@@ -16,6 +16,7 @@ from searchrl_jax.lookup import ConfigError
 from searchrl_jax.rewards import core as rewards
 from searchrl_jax.rewards import equivalence
 from searchrl_jax.rollout import core as samplers
+from searchrl_jax.rollout import sessions, tree
 from searchrl_jax.run import build
 from searchrl_jax.sources import none, simulated
 from searchrl_jax.text.env import SearchEnv
@@ -39,18 +40,24 @@ def check(config: ConfigDict) -> None:
     'question; use 2 or more',
   )
   batching.check(config)
-  samplers.sampler(r)
+  sample = samplers.sampler(r).func
   lookup.require(
-    env.max_contexts == 1 or r.sampler != 'tree',
-    f"config.rollout.sampler='tree' with env.max_contexts={env.max_contexts}: "
+    env.max_contexts == 1 or sample is not tree.sample,
+    f'config.rollout.sampler={r.sampler!r} with env.max_contexts='
+    f'{env.max_contexts}: '
     'leaves share what one sequence held; use 1 or chains',
   )
   begins = env.keep_observations or env.on_full or env.on_answer
   lookup.require(
-    env.max_contexts == 1 or begins or r.sampler == 'sessions',
+    env.max_contexts == 1 or begins or sample is sessions.sample,
     f'config.env.max_contexts={env.max_contexts}: nothing begins another '
     'context. Set keep_observations, on_full or on_answer, or use '
     "rollout.sampler='sessions', or 1",
+  )
+  lookup.require(
+    'greedy' not in taken or sample is not sessions.sample,
+    f'{advantage} compares with greedy attempts, which '
+    f'rollout.sampler={r.sampler!r} does not play: use another',
   )
   lookup.require(
     r.top_p >= 1 and r.top_k <= 0,

@@ -107,6 +107,8 @@ def render(trace: data.Trace, env: SearchEnv, sample: int):
       return None
     state, action = env.step(state, completion)
     if passages is not None and not isinstance(action, Done):
+      if state.asked:  # there is no room for what it found
+        return None
       if not isinstance(action, Search):
         raise ValueError(
           f'trace of {trace.question.id}: passages after '

@@ -53,10 +53,16 @@ BODY = 10 << 20  # bytes of a request
 # Fields that change nothing here, or only how others show a reply.
 _IGNORED = (
   'user metadata store service_tier parallel_tool_calls stream_options '
-  'reasoning_effort verbosity prompt_cache_key safety_identifier modalities '
-  'presence_penalty frequency_penalty logit_bias top_logprobs prediction'
+  'reasoning_effort verbosity prompt_cache_key safety_identifier'
 ).split()
-_NEUTRAL = {'presence_penalty': 0, 'frequency_penalty': 0, 'logit_bias': {}}
+_NEUTRAL = {
+  'presence_penalty': 0,
+  'frequency_penalty': 0,
+  'logit_bias': {},
+  'top_logprobs': 0,
+  'modalities': ['text'],
+  'prediction': None,
+}
 _COUNT = int, lambda x: x >= 1, '1 or more'
 _REAL = int, float
 # Field -> its type, which values are good, and what they are.
@@ -115,10 +121,13 @@ def read(
   Raises:
     ChatError: names the field.
   """
-  known = 'model messages tools tool_choice max_tokens max_completion_tokens '
-  known += 'temperature top_p stop seed n stream logprobs response_format '
-  known += 'include_stop_str_in_output'
-  unknown = [k for k in body if k not in (*known.split(), *_IGNORED)]
+  followed = (
+    'model messages tools tool_choice max_tokens temperature top_p stop '
+  )
+  followed += 'max_completion_tokens seed n stream logprobs response_format '
+  followed += 'include_stop_str_in_output'
+  known = *followed.split(), *_IGNORED, *_NEUTRAL
+  unknown = [name for name in body if name not in known]
   if unknown:
     raise ChatError(f'{unknown[0]!r} is not supported here', unknown[0])
   for name, neutral in _NEUTRAL.items():

@@ -19,7 +19,6 @@ import numpy as np
 
 from searchrl_jax import types
 from searchrl_jax.endpoint.streaming import Streamed, Tell
-from searchrl_jax.engines import core as engines
 from searchrl_jax.engines.core import Completion, Sampling
 from searchrl_jax.text import chat, states
 from searchrl_jax.text.chat import ChatError
@@ -50,10 +49,8 @@ class Reply(NamedTuple):
 class _Node(NamedTuple):
   """The chat after a reply: who sends its messages continues its ids."""
 
-  keys: tuple[str, ...]
+  keys: tuple[str, ...]  # of the tools, then of the messages
   ids: list[int]
-  before: str  # text of the chat up to the reply
-  said: str  # the reply as it was returned
   end: str  # the control token that the policy ended it with, or ''
 
 
@@ -90,6 +87,7 @@ class Session:
     self.question, self.sample, self.role = question, sample, role
     self.key = secrets.token_urlsafe(32)
     self.returned: float | None = None
+    self.broken: Exception | None = None
     self._engine, self._tokenizer = engine, tokenizer
     self._sampling, self._seeds = sampling, seeds
     self._limits, self._trained = limits, trained
@@ -115,7 +113,9 @@ class Session:
       ChatError: the request cannot be used; nothing was sampled.
       Busy: the session is sampling for another request.
       Closed: it has ended.
-      EngineError, asyncio.CancelledError: nothing is recorded.
+      asyncio.CancelledError: what was told is recorded, as a reply that the
+        client has cut.
+      EngineError, ...: also in `broken`: the run has to stop.
     """
     if self._closed:
       raise Closed('the session has ended')
@@ -124,20 +124,25 @@ class Session:
     self._busy = asyncio.current_task()
     try:
       return await self._reply(request, tell)
+    except ChatError:
+      raise
+    except Exception as error:
+      self.broken = error
+      raise
     finally:
       self._busy = None
 
   async def _reply(self, request: Request, tell: Tell | None) -> Reply:
     tok, record = self._tokenizer, self._record
     most = self._limits.max_tokens
+    keys = (_key(request.tools), *map(chat.key, request.messages))
     # Others would wait while megabytes are tokenised, which cannot fit.
-    size = sum(len(m['content']) for m in request.messages)
+    size = sum(map(len, keys))
     if size > most * tok.max_token_bytes:
       raise ChatError(
         f'the chat has {size} characters, more than {most} tokens can hold '
         '(config.env.max_tokens)'
       )
-    keys = (_key(request.tools), *map(chat.key, request.messages))
     ids = self._ids(request, keys)
     room = most - len(ids)
     if room < 1:  # programs look for these three words of vLLM's message
@@ -147,24 +152,15 @@ class Session:
       )
     record = self._continued(record, ids)
     n = min(request.max_tokens or room, room)
-    done = await self._sample(record, ids, n, request, tell)
-    new = types.Segment(
-      np.asarray(done.ids, np.int32),
-      'policy',
-      'other',
-      train=True,
-      logps=np.asarray(done.logps, np.float32),
-      versions=np.asarray(done.versions, np.int32),
-    )
-    record, before = states.add(record, [new]), self.edits
-    self._record = dataclasses.replace(
-      record, keep=None, length=len(ids) + len(done.ids)
-    )
-    self._replies += 1
-    self._count(
-      generations=1, sampled_tokens=len(done.ids), contexts=self.edits - before
-    )
-    said = tok.decode(done.ids)
+    streamed = Streamed(self._engine, tok, tell) if tell else None
+    try:
+      done = await self._sample(record, ids, n, request, streamed)
+    except asyncio.CancelledError:
+      if streamed and streamed.told and not self._closed:
+        self._add(record, streamed.told)
+      raise
+    self._add(record, done)
+    said = full = tok.decode(done.ids)
     # A client may choose 'length' or 'eos', which are ends too, as a stop.
     stopped = done.stop in request.stops and done.stop in said
     if stopped and not request.shows_stop:
@@ -179,29 +175,44 @@ class Session:
         for c in calls
       ]
     last = int(done.ids[-1]) if len(done.ids) else -1
-    self._nodes.append(
-      _Node(
-        (*keys, chat.key(message)),
-        [*ids, *map(int, done.ids)],
-        _text(chat.render(tok, request.messages, request.tools)),
-        said,
-        tok.control_name(last) if last in tok.control else '',
-      )
-    )
+    end = tok.control_name(last) if last in tok.control else ''
+    whole = [*ids, *map(int, done.ids)]
+    # Some clients put the stop string back.
+    for text in dict.fromkeys((content, content if calls else full)):
+      key = chat.key(message | {'content': text})
+      self._nodes.append(_Node((*keys, key), whole, end))
     return Reply(content, calls, finish, len(ids), done)
+
+  def _add(self, record: states.Record, done: Completion) -> None:
+    """Records a reply, and what `record` has before it."""
+    new = types.Segment(
+      np.asarray(done.ids, np.int32),
+      'policy',
+      'other',
+      train=True,
+      logps=np.asarray(done.logps, np.float32),
+      versions=np.asarray(done.versions, np.int32),
+    )
+    begun = len(record.contexts) - self.edits
+    self._record = dataclasses.replace(states.add(record, [new]), keep=None)
+    self._replies += 1
+    self._count(generations=1, sampled_tokens=len(done.ids), contexts=begun)
 
   def _ids(self, request: Request, keys: tuple[str, ...]) -> list[int]:
     """The ids of a chat: as they were sampled, where they were."""
     tok = self._tokenizer
-    parts = chat.render(tok, request.messages, request.tools)
     known = [n for n in self._nodes if keys[: len(n.keys)] == n.keys]
-    for node in sorted(known, key=lambda n: -len(n.keys)):
-      rest = chat.tail(parts, node.before + node.said)
-      if rest is None:  # the template shows earlier replies otherwise
+    # Of equal replies the latest, which is held.
+    for node in sorted(reversed(known), key=lambda n: -len(n.keys)):
+      at = len(node.keys) - 2  # index of the reply among the messages
+      try:
+        rest = chat.render(tok, request.messages, request.tools, after=at)
+      except ChatError:
         continue
-      if rest and rest[0][0].startswith(node.end):
-        rest = [(rest[0][0][len(node.end) :], rest[0][1]), *rest[1:]]
+      if rest and rest[0][1] and rest[0][0].startswith(node.end):
+        rest = [(rest[0][0][len(node.end) :], True), *rest[1:]]
       return node.ids + tok.encode_parts(rest)
+    parts = chat.render(tok, request.messages, request.tools)
     return tok.encode_parts(parts, start=True)
 
   def _continued(self, record: states.Record, ids) -> states.Record:
@@ -219,14 +230,19 @@ class Session:
         'the messages are not those of this session so far, and it has no '
         f'further context (config.env.max_contexts={self._limits.max_contexts})'
       )
-    return states.begin(record, [new(ids, 'prompt')], 'edited')
+    # What both have in common is the context's prompt; the rest stands in the
+    # record, between the replies.
+    common = 0
+    while common < len(ids) - 1 and ids[common] == held[common]:
+      common += 1
+    n = max(common, 1)
+    record = states.begin(record, [new(ids[:n], 'prompt')], 'edited')
+    return states.add(record, [new(ids[n:], 'environment')])
 
   async def _sample(
-    self, record, ids, n: int, request: Request, tell: Tell | None
+    self, record, ids, n: int, request: Request, streamed: Streamed | None
   ) -> Completion:
-    engine, handle = self._engine, self._handle
-    if tell:
-      engine = Streamed(engine, self._tokenizer, tell)
+    engine, handle = streamed or self._engine, self._handle
     own = self._sampling
     changes: dict[str, Any] = {}
     if not self._trained:
@@ -277,15 +293,13 @@ class Session:
       raise ChatError('nothing is searched here', 'queries')
     found = await self._search(queries, k, max(self._replies - 1, 0))
     self._searches += found
-    lost = sum(isinstance(one, types.SearchError) for one in found)
-    self._count(searches=len(found), failed_searches=lost)
     for one in found:
       if isinstance(one, types.SearchError):
         raise SearchFailed(one)
     return found
 
   def close(self) -> None:
-    """Frees what it holds; it answers no more, also what it is asked now."""
+    """Ends it, the request that it is answering too; frees what it holds."""
     self._closed = True
     if self._busy:
       self._busy.cancel()
@@ -337,13 +351,10 @@ class Closed(RuntimeError):
 class Sessions:
   """The sessions that are open, by their key."""
 
-  def __init__(self, most: int):
-    self.most, self._open = most, {}
+  def __init__(self):
+    self._open: dict[str, Session] = {}
 
   def open(self, session: Session) -> Session:
-    engines.require(
-      len(self._open) < self.most, f'{self.most} sessions are open'
-    )
     self._open[session.key] = session
     return session
 
@@ -353,15 +364,11 @@ class Sessions:
       # As bytes: a text that is not ASCII would be an error.
       if secrets.compare_digest(known.encode(), key.encode()):
         return session
-    raise Closed('no session has this key')
+    raise Closed('no session has this key, or it has ended')
 
   def close(self, session: Session) -> None:
     self._open.pop(session.key, None)
     session.close()
-
-
-def _text(parts) -> str:
-  return ''.join(text for text, _ in parts)
 
 
 def _key(tools) -> str:

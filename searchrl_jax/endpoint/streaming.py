@@ -30,7 +30,12 @@ class Streamed:
     tokenizer: has the bytes of tokens, in which stop strings are found.
     tell: called on the event loop with the new ids of each piece.
     piece: the most tokens of one.
+
+  Attributes:
+    told: what the last call of `generate` has told; None: nothing yet.
   """
+
+  told: Completion | None = None
 
   def __init__(self, engine, tokenizer, tell: Tell, piece: int = PIECE):
     self._engine, self._tokenizer = engine, tokenizer
@@ -41,7 +46,7 @@ class Streamed:
 
   async def generate(self, handle: Handle, sampling: Sampling) -> Completion:
     """As `Engine.generate`; an error leaves the handle as it was."""
-    engine, before = self._engine, len(handle)
+    engine, before, self.told = self._engine, len(handle), None
     request, versions = Request(handle, sampling), []
     limit = sampling.limit or before + sampling.max_tokens
     try:
@@ -56,12 +61,13 @@ class Streamed:
           engine.truncate(handle, len(handle) - beyond)
         kept = len(ids) - beyond
         versions += done.versions[:kept].tolist()
+        whole, own = request.completion(), np.array(versions, np.int32)
+        self.told = dataclasses.replace(whole, versions=own)
         self._tell(ids[:kept])
     except BaseException:
       engine.truncate(handle, before)
       raise
-    whole, own = request.completion(), np.array(versions, np.int32)
-    return dataclasses.replace(whole, versions=own)
+    return self.told
 
 
 class Deltas:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from searchrl_jax.rewards.core import RewardContext, flat
+from searchrl_jax.rewards.core import RewardContext, flat, require
 from searchrl_jax.types import Group, Rewards
 
 
@@ -18,6 +18,7 @@ async def returned(groups: Sequence[Group], context: RewardContext) -> Rewards:
 
 
 def _check(config, fields) -> None:
+  """Raises ValueError where nothing returns a reward."""
   del fields
   sampler = config.rollout.sampler
   if sampler != 'sessions':
@@ -25,4 +26,16 @@ def _check(config, fields) -> None:
     raise ValueError(f"{what}: use 'sessions'")
 
 
-returned.check = _check  # type: ignore[attr-defined]
+def _check_step(groups, reward: Rewards, context, fields) -> None:
+  """Raises RewardError if most of a step has no reward."""
+  del context, fields
+  played = [not t.failed for t in flat(groups)]
+  silent = int(sum(np.array(played) & ~reward.valid))
+  require(
+    2 * silent <= sum(played),
+    f'{silent} of {sum(played)} trajectories have no reward: return a number '
+    'from config.rollout.program, or send it to /v1/reward',
+  )
+
+
+returned.check, returned.check_step = _check, _check_step  # type: ignore[attr-defined]

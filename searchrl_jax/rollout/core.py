@@ -37,8 +37,15 @@ from searchrl_jax.devices import signals
 from searchrl_jax.engines.core import Completion, Engine, Handle, Sampling
 from searchrl_jax.sources.core import Answer, Source
 from searchrl_jax.text.env import SearchEnv
-from searchrl_jax.text.states import Action, Done, Generate, Search, State
-from searchrl_jax.types import Group, Prompt, Question, Segment, Trajectory
+from searchrl_jax.text.states import Action, Done, Generate, State
+from searchrl_jax.types import (
+  Group,
+  Prompt,
+  Question,
+  SearchRequest,
+  Segment,
+  Trajectory,
+)
 
 Name = tuple[str, int]  # (question id, sample): a trajectory within a step
 Start = tuple[State, Generate]  # what `env.reset` returns
@@ -320,7 +327,7 @@ class Services:
         seed = self.stream(state.question, sample, (*branch, *own))
         event = await self._generate(handle, action, seed, count)
       else:
-        event = await self._search(name, action, count)
+        event = await self.search(name, action.requests, count)
       state, action = self.env.step(state, event)
       self._tell(name, types.cut(state.segments, reported))
       reported = types.length(state.segments)
@@ -361,12 +368,15 @@ class Services:
     count(generations=1, sampled_tokens=len(completion.ids))
     return completion
 
-  async def _search(
-    self, name: str, action: Search, count: Callable
+  async def search(
+    self, name: str, asked: Sequence[SearchRequest], count: Callable
   ) -> tuple[Answer, ...]:
-    """Returns one answer per request, after retries of failed ones."""
+    """Returns one answer per request, after retries of failed ones.
+
+    name: Trajectory.id. count: `self.count` of the trajectory.
+    """
     origin = dict(trajectory=name, step=self.step)
-    requests = [dataclasses.replace(r, **origin) for r in action.requests]
+    requests = [dataclasses.replace(r, **origin) for r in asked]
     self._tell(name, requests)
     answers: dict[int, Answer] = {}
     open_ = list(range(len(requests)))

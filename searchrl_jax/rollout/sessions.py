@@ -22,11 +22,11 @@ import inspect
 import json
 import os
 import shlex
-import sys
+import shutil
+import tempfile
 import threading
 
 from ml_collections import ConfigDict
-import numpy as np
 
 from searchrl_jax import lookup
 from searchrl_jax.endpoint import app
@@ -45,7 +45,7 @@ async def sample(
 ) -> list[Group]:
   """A trajectory of the program for each name; see the module."""
   c, env = services.config, services.env
-  slots, sessions = services.slots(), Sessions(sys.maxsize)
+  slots, sessions = services.slots(), Sessions()
   sampling = Sampling(
     1,
     temperature=c.temperature,
@@ -75,18 +75,20 @@ async def sample(
       sessions.open(session)
       failed = ''
       try:
-        async with asyncio.timeout(program_seconds):
+        async with asyncio.timeout(program_seconds) as limit:
           reward = await play(url, session.key, question)
         if reward is not None and session.returned is None:
+          # Also the bound of /v1/reward.
+          lookup.require(abs(reward) < 1 << 64, f'its reward is {reward}')
           session.returned = float(reward)
-          if not np.isfinite(session.returned):
-            failed, session.returned = f'its reward is {reward}', None
-      except TimeoutError:
-        failed = f'it took more than {program_seconds} s'
       except Exception as error:  # a program may raise anything
         failed = f'{type(error).__name__}: {error}'
+        if limit.expired():
+          failed = f'it took more than {program_seconds} s'
       finally:
         sessions.close(session)
+      if session.broken:  # not a failure of the program, whatever it made of it
+        raise session.broken
       if failed:
         request = SearchRequest('', 0, question)
         services.last_error = SearchError(
@@ -107,9 +109,9 @@ async def sample(
 
 async def _search(services: Services, question, n: int, queries, k: int, turn):
   name = f'{question.id}/{services.role}/{n}'
-  about = dict(question=question, trajectory=name, turn=turn)
-  requests = [SearchRequest(q, k, step=services.step, **about) for q in queries]
-  return await services.source.search(requests)
+  requests = [SearchRequest(q, k, question, turn=turn) for q in queries]
+  count = functools.partial(services.count, (question.id, n))
+  return await services.search(name, requests, count)
 
 
 def check(config: ConfigDict) -> None:
@@ -133,11 +135,20 @@ def _program(name: str):
     name, 'config.rollout.program is empty: a function or a command'
   )
   if ' ' in name or '/' in name:
-    return lambda *args: _command(shlex.split(name), *args)
+    words = shlex.split(name)
+    what = f'{words[0]!r} is no command here'
+    lookup.require(shutil.which(words[0]), what)
+    return functools.partial(_command, words)
   function = lookup.function('searchrl_jax.rollout', name)
-  if inspect.iscoroutinefunction(function):
-    return function
-  return functools.partial(_in_thread, function)
+  on_loop = inspect.iscoroutinefunction(function)
+  return functools.partial(_on_loop if on_loop else _in_thread, function)
+
+
+async def _on_loop(function: Callable, *args):
+  try:
+    return await function(*args)
+  except SystemExit as error:  # it would end the loop
+    raise RuntimeError(repr(error)) from error
 
 
 async def _in_thread(function: Callable, *args):
@@ -152,14 +163,16 @@ async def _in_thread(function: Callable, *args):
   def settle(result, error) -> None:
     if done.cancelled():  # it took too long
       return
-    done.set_exception(error) if error else done.set_result(result)
+    done.set_result(result) if error is None else done.set_exception(error)
 
   def run() -> None:
     result, error = None, None
     try:
       result = function(*args)
     except BaseException as e:  # sys.exit() too is of the program alone
-      error = e if isinstance(e, Exception) else RuntimeError(repr(e))
+      # A future takes no StopIteration.
+      plain = isinstance(e, Exception) and not isinstance(e, StopIteration)
+      error = e if plain else RuntimeError(repr(e))
     with contextlib.suppress(RuntimeError):  # the loop has ended
       loop.call_soon_threadsafe(settle, result, error)
 
@@ -170,18 +183,21 @@ async def _in_thread(function: Callable, *args):
 async def _command(command: Sequence[str], url, key, question: Question):
   own = json.dumps(dataclasses.asdict(question))
   found = {'OPENAI_BASE_URL': url, 'OPENAI_API_KEY': key}
-  process = await asyncio.create_subprocess_exec(
-    *command,
-    env=os.environ | found | {'SEARCHRL_QUESTION': own},
-    stdout=asyncio.subprocess.DEVNULL,
-    stderr=asyncio.subprocess.PIPE,
-    start_new_session=True,
-  )
-  try:
-    _, said = await process.communicate()
-  finally:
-    with contextlib.suppress(ProcessLookupError):  # and what it has started
-      os.killpg(process.pid, 9)
-  if process.returncode:
-    last = said.decode('utf-8', 'replace').strip()[-500:]
-    raise RuntimeError(f'status {process.returncode}: {last}')
+  # A file: what the program has started may keep a pipe open.
+  with tempfile.TemporaryFile() as said:
+    process = await asyncio.create_subprocess_exec(
+      *command,
+      env=os.environ | found | {'SEARCHRL_QUESTION': own},
+      stdout=asyncio.subprocess.DEVNULL,
+      stderr=said,
+      start_new_session=True,
+    )
+    try:
+      status = await process.wait()
+    finally:
+      with contextlib.suppress(ProcessLookupError):  # and what it has started
+        os.killpg(process.pid, 9)
+    if status:
+      said.seek(max(said.seek(0, 2) - 500, 0))
+      last = said.read().decode('utf-8', 'replace').strip()
+      raise RuntimeError(f'status {status}: {last}')

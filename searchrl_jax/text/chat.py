@@ -7,7 +7,6 @@ of it is outside text: it cannot become a control token (`tokenizer`).
 from collections.abc import Mapping, Sequence
 import itertools
 import json
-import re
 from typing import Any
 
 from searchrl_jax.lookup import require
@@ -15,7 +14,7 @@ from searchrl_jax.text.calls import Call, parse
 from searchrl_jax.text.untrusted import MARKS, Part, mark
 
 ROLES = 'system', 'developer', 'user', 'assistant', 'tool'
-_CALL = re.compile(r'<tool_call>\s*(.*?)\s*</tool_call>', re.DOTALL)
+_OPEN, _CLOSE = '<tool_call>', '</tool_call>'
 
 
 class ChatError(ValueError):
@@ -117,16 +116,22 @@ def key(message: Mapping[str, Any]) -> str:
 
 
 def render(
-  tokenizer, messages: Sequence[Mapping], tools: Sequence = (), reply=True
+  tokenizer,
+  messages: Sequence[Mapping],
+  tools: Sequence = (),
+  reply=True,
+  after: int | None = None,
 ) -> list[Part]:
   """The chat as (text, ours) parts, as the tokenizer's template writes it.
 
   Without a template, the contents one after another.
 
-  reply: up to the start of the next reply.
+  reply: up to the start of the next reply. after: only what follows the text of
+  this message, which is a reply.
 
   Raises:
-    ChatError: the template rejects the chat, or has no place for tools.
+    ChatError: the template rejects the chat, has no place for tools, or does
+      not show that message once.
   """
   if not tokenizer.has_chat:
     require(
@@ -134,7 +139,8 @@ def render(
       f'{tokenizer.path} has no chat template, and so no tools',
       ChatError,
     )
-    return [(m['content'], False) for m in messages if m['content']]
+    rest = messages if after is None else messages[after + 1 :]
+    return [(m['content'], False) for m in rest if m['content']]
   outside: list[str] = []
 
   def marked(value: Any) -> Any:
@@ -153,6 +159,11 @@ def render(
     {'role': m['role']} | {k: marked(v) for k, v in m.items() if k != 'role'}
     for m in messages
   ]
+  place = None
+  if after is not None:
+    place = mark(len(outside))
+    outside.append('')
+    shown[after] = {'role': 'assistant', 'content': place}
   try:
     text = tokenizer.chat(shown, tools=[*map(marked, tools)], reply=reply)
   except ValueError as error:
@@ -162,6 +173,10 @@ def render(
     if plain == text:
       why = f'the chat template of {tokenizer.path} shows no tools'
       raise ChatError(f'{why}; describe them in a message', 'tools')
+  if place:
+    what = f'the chat template of {tokenizer.path} does not show a reply once'
+    require(text.count(place) == 1, what, ChatError)
+    text = text.partition(place)[2]
   pieces = MARKS.split(text)
   for n in range(1, len(pieces), 2):
     said = outside[int(pieces[n])]
@@ -170,20 +185,6 @@ def render(
     pieces[n] = said
   ours = itertools.cycle((True, False))
   return [(piece, own) for piece, own in zip(pieces, ours) if piece]
-
-
-def tail(parts: Sequence[Part], start: str) -> list[Part] | None:
-  """What follows a text at the beginning of the parts; None: it is no such."""
-  out = []
-  for n, (text, ours) in enumerate(parts):
-    common = text[: len(start)]
-    if not start.startswith(common):
-      return None
-    start = start[len(common) :]
-    if len(common) < len(text):
-      out = [(text[len(common) :], ours), *parts[n + 1 :]]
-      return out if not start else None
-  return [] if not start else None
 
 
 def read_calls(text: str, tools: Sequence[Mapping]) -> tuple[str, list[Call]]:
@@ -198,13 +199,14 @@ def read_calls(text: str, tools: Sequence[Mapping]) -> tuple[str, list[Call]]:
   if not tools:
     return text, found
 
-  def taken(match: re.Match) -> str:
-    call = parse(match[1], tools)
+  first, *others = text.split(_OPEN)
+  rest = [first]
+  for part in others:
+    inner, closing, after = part.partition(_CLOSE)
+    call = parse(inner, tools, bool(closing))
     found.extend([call] * bool(call.arguments))
-    return '' if call.arguments else match[0]
-
-  rest = _CALL.sub(taken, text)
+    rest.append(after if call.arguments else f'{_OPEN}{part}')
   if not found:
     whole = parse(text.strip(), tools)
     return ('', [whole]) if whole.arguments else (text, found)
-  return rest.strip(), found
+  return ''.join(rest).strip(), found

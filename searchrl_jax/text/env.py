@@ -557,7 +557,7 @@ class SearchEnv:
     keep = self.config.keep_observations
     shown = [*filter(_observes, state.sequence)]
     older = shown[: max(len(shown) - keep + 1, 0)]
-    old = [s for s in older if s.ids.tolist() != self._dropped]
+    old = [s for s in older if len(s.ids) > len(self._dropped)]
     if not (keep and old and self._more(state)):
       return state
     dropped = np.asarray(self._dropped, np.int32)

@@ -58,7 +58,7 @@ def call(name: str, **arguments) -> str:
 @contextlib.asynccontextmanager
 async def served(engine, tokens, **how):
   """(base URL, session) of an endpoint."""
-  sessions = Sessions(9)
+  sessions = Sessions()
   session = sessions.open(made(tokens, engine, **how))
   async with app.serving(app.make(sessions, tokens)) as url:
     yield url, session

@@ -15,6 +15,16 @@ def test_a_call_whose_name_is_no_text_stays_text(name):
   assert chat.read_calls(call, TOOLS)[1] == [chat.Call('f', '{}')]
 
 
+def test_a_call_that_is_not_closed_stays_text():
+  tools = [{'type': 'function', 'function': {'name': 'f'}}]
+  call = '<tool_call> {"name": "f", "arguments": {}} </tool_call>'
+  blank = '<tool_call>' + ' ' * 100_000
+  assert chat.read_calls(blank, tools) == (blank, [])
+  text, calls = chat.read_calls(f'a {blank}{call} b <tool_call>', tools)
+  assert text == f'a {blank} b <tool_call>'
+  assert [c.name for c in calls] == ['f']
+
+
 def test_arguments_that_cannot_be_read_stay_as_they_are_written():
   for deep in ('[' * 100_000, '{'):
     sent = {'function': {'name': 'f', 'arguments': deep}}

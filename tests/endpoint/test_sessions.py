@@ -177,6 +177,48 @@ def test_whatever_a_client_does_to_history(tokens, data):
   check(session, engine)
 
 
+def test_a_new_context_stands_between_the_replies():
+  session = made()
+
+  async def chat():
+    await session.reply(Request([user('abc')], max_tokens=3))
+    await session.reply(Request([user('abd')], max_tokens=3))
+
+  asyncio.run(chat())
+  t = session.trajectory()
+  authors = [s.author for s in t.segments]
+  assert authors == ['prompt', 'policy', 'environment', 'policy']
+  [context] = t.contexts
+  assert bytes(context.prompt.tolist()) == b'ab'
+  assert bytes(t.segments[2].ids.tolist()) == b'd'
+
+
+def test_a_client_may_put_the_stop_string_back():
+  session, messages = made(), [user('hello ')]
+
+  async def chat():
+    for _ in range(4):
+      reply = await session.reply(Request([*messages], stops=('.',)))
+      said = reply.content + '.' * (reply.completion.stop == '.')
+      messages.extend([{'role': 'assistant', 'content': said}, user('on ')])
+
+  asyncio.run(chat())
+  assert session.edits == 0
+
+
+def test_an_error_of_the_engine_is_kept():
+  engine = Engine()
+
+  async def lost(handle, sampling):
+    raise RuntimeError('the device is gone')
+
+  engine.generate = lost
+  session = made(engine=engine)
+  with pytest.raises(RuntimeError):
+    asyncio.run(session.reply(Request([user('a')])))
+  assert 'device' in str(session.broken) and engine.opened == 0
+
+
 def test_contexts_are_counted():
   counted = collections.Counter()
   session = made(count=lambda **counts: counted.update(counts))

@@ -201,7 +201,7 @@ def test_a_session_that_streams_trains_on_the_same_tokens():
   assert engine.opened == 0
 
 
-def test_a_cancelled_stream_leaves_the_session_as_it_was():
+def test_what_a_cancelled_stream_has_told_is_recorded():
   engine = Speaker(Chats(), lambda before, seed: 'x' * 90, delay=0.01)
   session, told = made(Chats(), engine), []
 
@@ -214,7 +214,10 @@ def test_a_cancelled_stream_leaves_the_session_as_it_was():
     slow.cancel()
     with pytest.raises(asyncio.CancelledError):
       await slow
-    assert engine.opened == 0 and session.trajectory().turns == 0
+    t = session.trajectory()
+    assert (engine.opened, t.turns) == (0, 1)
+    assert [s.author for s in t.segments] == ['prompt', 'policy']
+    assert t.segments[1].ids.tolist() == told
     reply = await session.reply(Request([user('a')]))
     assert reply.content == 'x' * 90
 

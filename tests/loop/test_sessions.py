@@ -1,5 +1,7 @@
 """A program with OpenAI's client trains the policy that it talks to."""
 
+import asyncio
+import pathlib
 import sys
 import threading
 
@@ -9,9 +11,14 @@ import openai
 import pytest
 
 from searchrl_jax import checks, train
+from searchrl_jax.engines.core import EngineError
+from searchrl_jax.engines.jax.engine import JaxEngine
 from searchrl_jax.learn import batching
 from searchrl_jax.lookup import ConfigError
+from searchrl_jax.rewards.core import RewardError
+from searchrl_jax.rollout import sessions
 from searchrl_jax.store import records
+from searchrl_jax.types import Question
 from tests import tiny
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures('programs')]
@@ -124,7 +131,71 @@ post('/reward', {'reward': len(question['id']) % 2})
   assert all(r.trajectory.turns == 1 for r in found)
 
 
-def test_a_program_that_there_is_not_is_named(url):
+@pytest.mark.parametrize('program', ['nobody', './nothing here', 'x "'])
+def test_a_program_that_there_is_not_is_named(url, program):
   c = config(url, 'nobody')
+  c.rollout.program = program if ' ' in program else c.rollout.program
   with pytest.raises(ConfigError, match='config.rollout.program'):
     checks.check(c)
+
+
+def test_attempts_that_no_program_plays_are_refused(url):
+  c = config(url, 'agent')
+  c.algorithm.advantage = 'remax'
+  with pytest.raises(ConfigError, match='remax.*greedy'):
+    checks.check(c)
+
+
+def swallows(base_url, api_key, question):
+  try:
+    return agent(base_url, api_key, question)
+  except Exception:
+    return 0.0
+
+
+def test_an_error_of_the_engine_is_no_reward(url, tmp_path, monkeypatch):
+  async def lost(self, handle, sampling):
+    raise EngineError('the device is gone')
+
+  c = config(url, 'swallows')
+  monkeypatch.setattr(JaxEngine, 'generate', lost)
+  with pytest.raises(EngineError, match='gone'):
+    train.train(c, str(tmp_path))
+
+
+def silent(base_url, api_key, question):
+  agent(base_url, api_key, question)
+
+
+def test_a_program_without_rewards_stops_the_run(url, tmp_path):
+  with pytest.raises(RewardError, match='return a number'):
+    train.train(config(url, 'silent'), str(tmp_path))
+
+
+def run(program, *args):
+  return asyncio.run(sessions._program(program)(*args))
+
+
+def finds_nothing(*args):
+  return next(iter(()))
+
+
+async def leaves(*args):
+  sys.exit(3)
+
+
+@pytest.mark.parametrize('name', ['finds_nothing', 'leaves'])
+def test_whatever_a_program_raises_is_an_error_of_its_own(name):
+  with pytest.raises(RuntimeError, match='StopIteration|SystemExit'):
+    run(f'{__name__}.{name}', '', '', tiny)
+
+
+def test_a_command_may_leave_something_behind(tmp_path):
+  script, question = tmp_path / 'forks.sh', Question('q', 'who?')
+  script.write_text('sleep 600 & echo $! > "$0.pid"; echo lost >&2; exit $1')
+  run(f'sh {script} 0', '', '', question)
+  with pytest.raises(RuntimeError, match='status 3: lost'):
+    run(f'sh {script} 3', '', '', question)
+  left = int(pathlib.Path(f'{script}.pid').read_text())
+  status = pathlib.Path(f'/proc/{left}/stat')
+  assert not status.exists() or status.read_text().split()[2] == 'Z'
