@@ -92,7 +92,7 @@ def cut(
   for s in segments:
     part = slice(max(start - at, 0), None if stop is None else stop - at)
     at += len(s.ids)
-    if at <= start or stop is not None and part.stop <= 0:
+    if at <= start or stop is not None and part.stop <= part.start:
       continue
     columns = {f: getattr(s, f) for f in ('ids', 'logps', 'versions')}
     cut_ = {f: x[part] for f, x in columns.items() if x is not None}
@@ -189,8 +189,8 @@ class Trajectory:
   # Segments to train on when they differ from those it was sampled with
   # (e.g. a hint that it was sampled with but is not trained with).
   train_context: tuple[Segment, ...] | None = None
-  contexts: tuple[Context, ...] = ()  # after the first, in order
   meta: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  contexts: tuple[Context, ...] = ()  # after the first, in order
   # What it took to sample it, by the counters of `rollout.core.RolloutStats`:
   # for a later start of its step. In no file but a checkpoint.
   spent: dict = dataclasses.field(

@@ -115,7 +115,7 @@ def test_contexts_that_nothing_begins_are_refused():
   c.env.max_contexts, c.batch.tokens = 3, 480
   with pytest.raises(checks.ConfigError, match='max_contexts=3: nothing'):
     checks.check(c)
-  c.rollout.update(sampler='sessions', program='./agent')
+  c.rollout.update(sampler='sessions', program='sh agent.sh')
   checks.check(c)  # its history may change
 
 

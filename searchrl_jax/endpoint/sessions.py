@@ -140,8 +140,8 @@ class Session:
     size = sum(map(len, keys))
     if size > most * tok.max_token_bytes:
       raise ChatError(
-        f'the chat has {size} characters, more than {most} tokens can hold '
-        '(config.env.max_tokens)'
+        f'the chat has {size} characters, and the maximum context length is '
+        f'{most} tokens (config.env.max_tokens)'
       )
     ids = self._ids(request, keys)
     room = most - len(ids)

@@ -14,14 +14,16 @@ from tests.endpoint.test_sessions import EOS, Chats, Engine, check, made
 
 
 class Says(Engine):
-  """Says these turns, one after another."""
+  """Says these turns, one after another, in one call or several."""
 
   def __init__(self, *turns: str):
     super().__init__()
-    self.turns = list(turns)
+    self.turns, self.left = list(turns), ([], '')
 
   async def generate(self, handle, s):
-    before, text = list(handle), self.turns.pop(0)
+    before, (there, text) = list(handle), self.left
+    if before != there:  # not the next piece of a turn
+      text = self.turns.pop(0)
     ends = [(text.find(x) + len(x), x) for x in s.stops if x in text]
     end, stop = min(ends, default=(len(text), 'eos'))
     ids = [*text[:end].encode(), *[EOS] * (stop == 'eos')]
@@ -29,6 +31,7 @@ class Says(Engine):
       ids, stop = ids[: s.max_tokens], 'length'
     await asyncio.sleep(0)
     handle.extend(ids)
+    self.left = list(handle), text[len(ids) :]
     self.asked.append((before, ids))
     logps = -np.arange(1, len(ids) + 1, dtype=np.float32)
     versions = np.zeros(len(ids), np.int32)

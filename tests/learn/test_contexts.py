@@ -112,7 +112,7 @@ def test_contexts_of_a_trajectory_stay_in_one_shard():
   rng = np.random.default_rng(2)
   whole, ids, _ = world(2, questions=8)
   parts = [split(t, rng) for t in whole]
-  c = config(**{'batch.tokens': 64})
+  c = config()
   [mini] = batching.make(
     parts, np.ones(len(parts), bool), ids, c.batch, shards=2, contexts=MOST
   )
@@ -126,10 +126,11 @@ def test_contexts_of_a_trajectory_stay_in_one_shard():
 
 
 def test_a_microbatch_without_room_is_refused():
-  c = config(**{'env.max_contexts': 3, 'batch.tokens': 32})
+  c = config(**{'env.max_contexts': 3})
+  batching.check(c)
+  c.batch.tokens = 32
   with pytest.raises(ConfigError, match='config.batch.tokens'):
     batching.check(c)
-  batching.check(config(**{'env.max_contexts': 3}))
   c.batch.prefix_tokens = 64
   with pytest.raises(ConfigError, match='prefix_tokens'):
     batching.check(c)

@@ -63,7 +63,8 @@ def test_a_run_trains_each_sampled_token_once(kind, url, tmp_path):
     assert (np.isfinite(r.advantages) == mask).all()
   reasons = {x.reason for r in found for x in r.trajectory.contexts}
   assert reasons == {'drop': {'dropped'}}.get(kind, {'refine'})
-  page = view.write([tmp_path / 'run'], tmp_path / 'page.html')
+  page = tmp_path / 'page.html'
+  view.write(str(tmp_path / 'run'), page)
   scripts = ''.join(p.read_text() for p in tmp_path.rglob('*.js'))
   assert page.exists() and f'context_{[*reasons][0]}' in scripts
 

@@ -20,6 +20,7 @@ from searchrl_jax.rollout import sessions
 from searchrl_jax.store import records
 from searchrl_jax.types import Question
 from tests import tiny
+from tests.retrieval.test_server import alive, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures('programs')]
 
@@ -197,5 +198,4 @@ def test_a_command_may_leave_something_behind(tmp_path):
   with pytest.raises(RuntimeError, match='status 3: lost'):
     run(f'sh {script} 3', '', '', question)
   left = int(pathlib.Path(f'{script}.pid').read_text())
-  status = pathlib.Path(f'/proc/{left}/stat')
-  assert not status.exists() or status.read_text().split()[2] == 'Z'
+  wait_until(lambda: not alive(left))

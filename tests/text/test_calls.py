@@ -543,7 +543,7 @@ def test_templates_that_cannot_be(fields, named):
 def test_a_digest_tells_formats_apart():
   template = prompts.load('qwen_tools')
   other = dataclasses.replace(template, calls='llama')
-  assert template.digest != other.digest and 'calls' not in repr(template)
+  assert template.digest != other.digest and 'calls=' not in repr(template)
 
 
 # Many.
