@@ -410,7 +410,7 @@ class Services:
     return ordered
 
 
-def sampler(config: ConfigDict) -> Callable[..., Awaitable[list[Group]]]:
+def sampler(config: ConfigDict) -> functools.partial:
   """The sampler of config.rollout, with its fields.
 
   config.sampler is the module of a function `sample` in searchrl_jax.rollout,

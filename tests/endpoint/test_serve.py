@@ -227,7 +227,7 @@ def bad(**fields):
     (
       bad(messages=[{'role': 'user', 'content': 'x' * (9 << 20)}]),
       400,
-      'tokens can hold',
+      'maximum context length',
     ),
   ],
   ids=[*range(23)],
@@ -338,6 +338,7 @@ def test_its_own_names_are_not_refused(one):
 # Many, and those that go.
 
 
+@pytest.mark.long
 def test_200_clients_on_4_slots(tok, tmp_path):
   made = policy(tok, tmp_path, slots=4)
   engine = engine_of(made)

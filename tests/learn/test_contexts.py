@@ -64,6 +64,7 @@ def gradient(c, trajectories, ids, advantages, contexts, old):
   return jax.device_get((grads, sums)), logps, mini
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   'fields',
   [

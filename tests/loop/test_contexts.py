@@ -11,7 +11,11 @@ from searchrl_jax.text.env import SearchEnv
 from searchrl_jax.text.parser import Block
 from tests import tiny
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures('programs')]
+pytestmark = [
+  pytest.mark.slow,
+  pytest.mark.long,
+  pytest.mark.usefixtures('programs'),
+]
 
 
 class Acts(SearchEnv):

@@ -71,6 +71,7 @@ def config(url, program):
   return c
 
 
+@pytest.mark.long
 def test_what_a_program_samples_is_trained(url, tmp_path):
   c = config(url, 'agent')
   before = threading.active_count()
@@ -89,6 +90,7 @@ def test_what_a_program_samples_is_trained(url, tmp_path):
   assert threading.active_count() <= before + 8
 
 
+@pytest.mark.long
 def test_a_program_that_crashes_costs_its_trajectory(url, tmp_path):
   train.train(config(url, 'crashes'), str(tmp_path))
   found = [*records.read(tmp_path / 'trajectories')]
@@ -109,6 +111,7 @@ def test_a_program_that_hangs_keeps_nobody(url, tmp_path):
   assert all(i.split('/')[0].endswith('2') for i in late)
 
 
+@pytest.mark.long
 def test_a_command_plays_too(url, tmp_path):
   script = tmp_path / 'agent.py'
   script.write_text("""
@@ -168,6 +171,7 @@ def silent(base_url, api_key, question):
   agent(base_url, api_key, question)
 
 
+@pytest.mark.long
 def test_a_program_without_rewards_stops_the_run(url, tmp_path):
   with pytest.raises(RewardError, match='return a number'):
     train.train(config(url, 'silent'), str(tmp_path))

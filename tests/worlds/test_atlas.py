@@ -325,6 +325,7 @@ def test_observations_fit_and_notes_cost_few_tokens(world, env):
   assert 0.95 < noted / before < 1.05
 
 
+@pytest.mark.long
 def test_traces_note_what_they_found_where_the_environment_asks(
   traces, tmp_path
 ):
