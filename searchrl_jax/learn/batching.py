@@ -348,9 +348,9 @@ def _place_whole(
   """`_place` for trajectories of several contexts, each in the first shard of a
   microbatch with room for all of it."""
   B, S = rows_of(batch_config, shards), shards
-  free: np.ndarray = np.repeat(buckets, B).reshape(-1, B // S)
-  places = [places_of(batch_config, n) for n in buckets]
-  places = np.repeat(places, B).reshape(free.shape)
+  free = np.repeat(buckets, B).reshape(-1, B // S)
+  own = [places_of(batch_config, n) for n in buckets]
+  places = np.repeat(own, B).reshape(free.shape)
   left = np.repeat([capacity(batch_config, n) for n in buckets], S)
   out = []
   for unit in units:
