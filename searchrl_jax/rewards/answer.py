@@ -143,9 +143,10 @@ def valid_format(
     if not block.text and block.author == 'policy':
       return False
     name, kind = block.kind, env.template.kinds.get(block.kind)
-    if name == CALL and state == 'searched':
-      continue
-    name = 'search' if name == CALL else name
+    if env.template.calls and name == CALL:
+      if state == 'searched':
+        continue
+      name = 'search'
     if kind in env.template.blocks:
       if not (kind.acts or kind.ends):
         continue

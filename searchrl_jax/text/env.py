@@ -118,6 +118,9 @@ class SearchEnv:
     note = template.last_turn if self._searching else ''
     self._note = own.note if own else encode(note)
     self._head = own.head if own else []  # before every turn but the first
+    # A chat template may begin every reply with a thought.
+    head = tokenizer.decode(self._head)
+    self._first = parsing.start(self._tags, head)  # of these turns
     # The shortest answer must fit after any text that is appended, and so must
     # the end of the turn before.
     self._reserve = len(encode(''.join(template.answer))) + 1 + bool(own)
@@ -171,6 +174,7 @@ class SearchEnv:
     lookup.require(good, f'{what} {fix}{spare}')
     begun = untrusted.begun(self.template, question, self.prompt_mode)
     text = ''.join(text for text, _ in parts)
+    text += self.tokenizer.decode(note) if self._calls else ''
     parser = parsing.start(self._tags, text, begun)
     what = f'a prompt that begins a block ({parser.block!r}) cannot be followed'
     what = f"{what} by config.env.on_full or on_answer's: set them to ''"
@@ -253,7 +257,15 @@ class SearchEnv:
 
   def retrieved(self, trajectory: types.Trajectory) -> list[str]:
     """The texts of observations that show what a search found."""
-    turns = {s.request.turn for s in trajectory.calls(types.SEARCH)}
+    searches = trajectory.calls(types.SEARCH)
+    if self._calls:  # which share an observation, with those of other tools
+      found = [s for s in searches if isinstance(s, types.SearchResult)]
+      made = [s.request.turn for s in trajectory.searches]
+      limit = self.config.max_observation_tokens
+      shares = [limit // made.count(s.request.turn) for s in found]
+      shown = map(self._observe.fitted, (s.shown for s in found), shares)
+      return [''.join(text for text, _ in body) for body, *_ in shown]
+    turns = {s.request.turn for s in searches}
     kind = 'environment', 'information'
     return [
       block.text
@@ -358,7 +370,9 @@ class SearchEnv:
     if goes_on:
       return _next(state, self._generate(state))
     calls: tuple[Call, ...] = ()
-    if action is None and self._calls and self._may_search(state):
+    boxed = self.config.answer == 'boxed' and completion.stop != 'length'
+    boxed = boxed and parsing.answer(blocks, 'boxed') is not None
+    if not (action or boxed) and self._calls and self._may_search(state):
       calls = self._calls.read(blocks)
     if action is None and not calls:
       return self._without_action(state, completion.stop)
@@ -624,7 +638,7 @@ class SearchEnv:
     state = dataclasses.replace(
       state,
       length=state.length + len(appended),
-      parser=Parser(self._tags),
+      parser=self._first,
       turn=state.turn + 1,
       used=used,
       asked=ask,

@@ -95,6 +95,10 @@ class Parser:
     """Ends the turn: held bytes become text, an open block is incomplete."""
     return self._advance((), final=True)
 
+  def read(self, turn: bytes):
+    """The blocks of a whole turn."""
+    return self._advance((turn,), final=True)[2]
+
   def _advance(self, pieces, final):
     data = self.tail + b''.join(pieces)
     ends = itertools.accumulate(map(len, pieces), initial=len(self.tail))
@@ -145,7 +149,7 @@ class Parser:
 
 
 def start(tags: Tags, prompt: str, begun: str = '') -> Parser:
-  """Returns the parser of a first turn.
+  """Returns the parser of a turn after this text, such as a first one.
 
   It starts inside a thought if the chat template opened one for the policy, and
   inside the block that `begun`, the beginning of the reply at the prompt's end
@@ -189,27 +193,27 @@ def blocks(
   'information' (the text between the tags), its feedback has kind 'other'.
   known: the policy's blocks, if the rollout has kept them. begun: see `start`.
   """
-  tags = tags_of(template)
+  tags, before = tags_of(template), b''
   out: list[Block] = []
-  turn, prompt = -1, b''
+  turn = -1
   for own, run in itertools.groupby(segments, lambda s: s.author == 'policy'):
     if own:
       turn += 1
       if known is not None:
         out += [block for block in known if block.turn == turn]
         continue
-      parser = Parser(tags)
-      if turn == 0:
-        parser = start(tags, prompt.decode('utf-8', 'replace'), begun)
+      own_begun = '' if turn else begun
+      parser = start(tags, before.decode('utf-8', 'replace'), own_begun)
       ids = itertools.chain.from_iterable(s.ids.tolist() for s in run)
-      # As one piece, because the kinds of tokens are not needed.
-      ended = parser._advance([_bytes(ids, tokenizer)], final=True)[2]
+      ended = parser.read(_bytes(ids, tokenizer))
       out += [make_block(block, 'policy', turn) for block in ended]
       continue
+    before = b''
     for segment in run:
       text = _bytes(segment.ids.tolist(), tokenizer)
+      if segment.author == 'prompt' or template.calls:
+        before += text
       if segment.author == 'prompt':
-        prompt += text
         continue
       if segment.kind != OUTSIDE:
         text = _between(text, *template.kinds[segment.kind].tags)

@@ -27,9 +27,9 @@ TEMPLATES = pathlib.Path(__file__).parent / 'templates'
 BLOCKS = ('think', 'search', 'information', 'answer')
 OUTSIDE = 'other'  # the kind of text outside blocks
 CALL = 'tool_call'  # the kind of calls as JSON
-# Fields of a template that its `calls` define. `search` has the tags of a call;
-# without a closing one it ends with the turn, and the opening one is a part of
-# it. Where results have no tags, their text is that of the whole message.
+# Fields of a template that its `calls` define. `search` has the tags of a call.
+# A call without a closing tag ends with the turn, and its opening tag is a part
+# of its JSON. Results without tags are whole messages.
 _REST = {'observation': '', 'cut': 'passages', 'query_separator': ''}
 _TAGS = ('<tool_call>', '</tool_call>'), ('<tool_response>', '</tool_response>')
 FORMATS = {
@@ -167,9 +167,11 @@ class Template:
 
   @functools.cached_property
   def protected(self) -> tuple[str, ...]:
-    """Tags that are neutralised in outside text: those of the protocol, and
-    those in the passage line and the observation."""
-    tags = [tag for pair in self.tags.values() for tag in pair if tag.strip()]
+    """Tags that are neutralised in outside text: pairs of the protocol, and
+    those in the passage line and the observation. The beginning of a call that
+    has no closing tag is that of any JSON, which outside text may show."""
+    pairs = [pair for pair in self.tags.values() if all(pair)]
+    tags = [tag for pair in pairs for tag in pair if tag.strip()]
     tags += re.findall(r'</?\w[\w-]*>', self.passage + self.observation)
     return tuple(dict.fromkeys(tags))
 
