@@ -88,7 +88,11 @@ HERMES = (
   "{% if loop.last or messages[loop.index0 + 1].role != 'tool' %}"
   "{{ '<|im_end|>\\n' }}{% endif %}"
   '{% else %}'
-  "{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}"
+  "{{ '<|im_start|>' + m.role + '\\n' + m.content }}"
+  '{% for c in m.tool_calls or () %}{{ \'<tool_call>{"name": "\' }}'
+  '{{ c.function.name + \'", "arguments": \' }}'
+  "{{ (c.function.arguments | tojson) + '}</tool_call>' }}{% endfor %}"
+  "{{ '<|im_end|>\\n' }}"
   '{% endif %}{% endfor %}'
   "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
@@ -101,6 +105,9 @@ LLAMA = (
   "{% for t in tools %}{{ (t | tojson(indent=4)) + '\\n\\n' }}{% endfor %}"
   '{% endif %}'
   "{{ (m.content | tojson) if m.role == 'tool' else m.content }}"
+  '{% for c in m.tool_calls or () %}{{ \'{"name": "\' }}'
+  '{{ c.function.name + \'", "parameters": \' }}'
+  "{{ (c.function.arguments | tojson) + '}' }}{% endfor %}"
   "{{ '<|eot_id|>' }}{% endfor %}"
   '{% if add_generation_prompt %}'
   "{{ '<|start|>assistant<|head|>\\n\\n' }}{% endif %}"

@@ -11,16 +11,19 @@ template of its tokenizer; what follows its reply is this template's text too.
 
 from collections.abc import Mapping, Sequence
 import json
+import math
 from typing import Any, NamedTuple
 
 from searchrl_jax.lookup import require
 from searchrl_jax.text import prompts, untrusted
-from searchrl_jax.text.parser import Block
+from searchrl_jax.text.parser import Block, Parser, tags_of
 from searchrl_jax.text.untrusted import Part
+from searchrl_jax.types import SEARCH
 
 # Types of JSON Schema -> those that Python reads them as.
 _TYPES = {'string': (str,), 'integer': (int,), 'number': (int, float)}
 _TYPES |= {'boolean': (bool,), 'array': (list,), 'object': (dict,)}
+_TYPES |= {'null': (type(None),)}
 _DEPTH = 64  # levels of nested JSON in a call
 _USER = {'role': 'user', 'content': 'x'}
 
@@ -39,8 +42,8 @@ class Call(NamedTuple):
   error: str = ''
 
 
-# What may be called: search, or a name in config.tools, a schema, and `text_of`
-# all of the tool's.
+# What may be called: the tool, which is SEARCH or a name in config.tools; one
+# of its schemas; and the `text_of` of all of them.
 Function = tuple[str, Mapping[str, Any], str]
 
 
@@ -58,7 +61,7 @@ def parse(text: str, schemas: Sequence[Mapping], closed: bool = True) -> Call:
   if not closed:
     return Call('', '', 'unclosed', 'the call is not closed')
   try:
-    found = json.loads(text)
+    found = json.loads(text, parse_float=_number, parse_constant=_number)
   except (ValueError, RecursionError) as e:
     return Call('', '', 'invalid_json', f'the call is not JSON: {e}')
   if _deeper(found, _DEPTH):
@@ -78,6 +81,13 @@ def parse(text: str, schemas: Sequence[Mapping], closed: bool = True) -> Call:
   return Call(name, written.decode(), 'bad_arguments' if wrong else 'ok', wrong)
 
 
+def _number(text: str) -> float:
+  """Whole ones as int, which a schema may ask for; NaN is no JSON."""
+  value = float(text)
+  require(math.isfinite(value), f'{text} is no number of JSON', ValueError)
+  return int(value) if value.is_integer() else value
+
+
 def _deeper(value: Any, levels: int) -> bool:
   inner = value.values() if isinstance(value, dict) else value
   inner = inner if isinstance(value, dict | list) else ()
@@ -89,8 +99,8 @@ def _wrong(parameters: Mapping, arguments: Mapping) -> str:
   itself; '' = nothing."""
   properties, required = map(parameters.get, ('properties', 'required'))
   for name in required if isinstance(required, list) else ():
-    if isinstance(name, str) and not str(arguments.get(name, '')).strip():
-      return f'the argument {name!r} is missing or empty'
+    if isinstance(name, str) and name not in arguments:
+      return f'the argument {name!r} is missing'
   for name, value in arguments.items():
     own = properties.get(name) if isinstance(properties, dict) else None
     kinds = own.get('type') if isinstance(own, dict) else None
@@ -102,7 +112,8 @@ def _wrong(parameters: Mapping, arguments: Mapping) -> str:
 
 
 def text_of(schemas: Sequence[Mapping]) -> str:
-  """The only parameter of a tool's only function, if it is a text; else ''.
+  """The only parameter of a tool's only function, if it is required and a text;
+  else ''.
 
   A tool that has one is sent this text, another one the JSON of a call.
   """
@@ -110,6 +121,7 @@ def text_of(schemas: Sequence[Mapping]) -> str:
   properties = parameters.get('properties') or {}
   (name, own), *_ = [*properties.items(), ('', {})]
   text = isinstance(own, dict) and own.get('type') == 'string'
+  text = text and name in (parameters.get('required') or ())
   return name if text and len(properties) == len(schemas) == 1 else ''
 
 
@@ -148,13 +160,13 @@ class Calls(untrusted.Observer):
     self._functions = {f[1]['function']['name']: f for f in functions}
     encode, chat = tokenizer.encode_template, tokenizer.chat
     where = f'the chat template of {tokenizer.path}'
-    shown, tag = chat([_USER], self.schemas), template.search[0]
+    good = chat([_USER], self.schemas) != chat([_USER])
     require(
-      shown != chat([_USER]) and tag in shown,
-      f'{where} shows no tools, or not the {tag!r} of a call in env.template='
-      f'{template.name!r}: use a template of tags, such as chat, or a copy of '
-      'the tokenizer with a chat_template.jinja that shows them '
-      '(--config.model.tokenizer=COPY)',
+      good and self._writes(template),
+      f'{where} shows no tools, or not the calls of env.template='
+      f'{template.name!r}, {template.search[0]} and JSON: use a template of '
+      'tags, such as chat, or a copy of the tokenizer with a '
+      'chat_template.jinja that shows both (--config.model.tokenizer=COPY)',
     )
     said = json.dumps(self.schemas, ensure_ascii=False)
     what = f'a schema of config.tools has a token of {tokenizer.path}'
@@ -186,6 +198,20 @@ class Calls(untrusted.Observer):
     frame = len(encode(''.join(self._frames[-1])))
     self.least = frame + counts[-1] * self.least
 
+  def _writes(self, template) -> bool:
+    """Whether a call that the chat template writes can be read."""
+    function, chat = {'name': 'f', 'arguments': {'x': 'y'}}, self.tokenizer.chat
+    made = [{'id': '0', 'type': 'function', 'function': function}]
+    reply = {'role': 'assistant', 'content': '', 'tool_calls': made}
+    schemas = [schema('f', '', {'type': 'object', 'properties': {}})]
+    before = chat([_USER], schemas, reply=False)
+    text = chat([_USER, reply], schemas, reply=False).removeprefix(before)
+    said = self.tokenizer.decode(self.tokenizer.encode_template(text)).encode()
+    found = Parser(tags_of(template)).read(said)
+    own = [block[1:] for block in found if block[0] == prompts.CALL]
+    read = [parse(inner.decode(), schemas, closed) for inner, closed in own]
+    return read == [Call('f', json.dumps(function['arguments']))]
+
   def _frame(self, roles: Sequence[str]) -> list[str]:
     """What the chat template writes after a reply, around the contents of
     messages of these roles."""
@@ -206,17 +232,30 @@ class Calls(untrusted.Observer):
     """
     most = self.template.max_queries
     own = [block for block in blocks if block.kind == prompts.CALL]
-    found = [parse(b.text, self.schemas, b.complete) for b in own[:most]]
+    found = [self._read(block) for block in own[:most]]
     error = f'a turn may have {most} calls; the others were not made'
     more = [Call('', '', 'too_many', error)] * (len(own) > most)
     return (*found, *more)
+
+  def _read(self, block: Block) -> Call:
+    """A call; of a tool that is sent a text, with this argument alone."""
+    call = parse(block.text, self.schemas, block.complete)
+    if call.status != 'ok':
+      return call
+    tool, _, text = self._functions[call.name]
+    arguments, error = json.loads(call.arguments), ''
+    if text and len(arguments) > 1:
+      error = f'{call.name} has no argument but {text!r}'
+    elif tool == SEARCH and not arguments[text].strip():
+      error = f'the argument {text!r} is empty'
+    return call._replace(status='bad_arguments', error=error) if error else call
 
   def request(self, call: Call) -> tuple[str, str]:
     """The tool of a call with the status ok, and the query that it is sent."""
     tool, _, text = self._functions[call.name]
     arguments = json.loads(call.arguments)
     if text:
-      return tool, arguments.get(text, '').strip()
+      return tool, arguments[text].strip()
     sent = {'name': call.name, 'arguments': arguments}
     return tool, json.dumps(sent, ensure_ascii=False)
 

@@ -96,7 +96,11 @@ def appended(written, state):
     (written('open', id='7', piece=2), 'ok'),
     (written('search', query=7), 'bad_arguments'),
     (written('search', query=None), 'bad_arguments'),
-    (written('search', query=' \n'), 'bad_arguments'),
+    (written('open', id='7', piece=2.0), 'ok'),
+    (written('open', id=''), 'ok'),
+    (written('open', id='7', piece=float('nan')), 'invalid_json'),
+    (written('open', id='7', piece=1).replace('1', '1e999'), 'invalid_json'),
+    (written('open', id='7', piece=2.5), 'bad_arguments'),
     (written('search', text='Ann'), 'bad_arguments'),
     (written('open', id='7', piece='2'), 'bad_arguments'),
     (written('open', id='7', piece=True), 'bad_arguments'),
@@ -142,17 +146,21 @@ def test_a_lone_surrogate_is_replaced():
     {'properties': {'a': {'type': [[]]}}}, {'properties': {'a': {'type': 3}}},
     {'required': 'a'}, {'required': [[], 3]}, {'required': {}},
     {'properties': {'a': {'type': ['string', 'null']}}},
+    {'required': ['a'], 'properties': {'a': {'type': ['string', 'null']}}},
   ],
 )  # fmt: skip
 def test_a_schema_that_is_none_refuses_nothing_and_raises_nothing(parameters):
   schema = calls.schema('f', '', parameters)
   assert calls.parse(written('f', a='x'), [schema]).status == 'ok'
   assert calls.parse(written('f', a=[[]]), [schema]).status != 'invalid_json'
+  assert calls.parse(written('f', a=None), [schema]).status == 'ok'
 
 
 def test_a_tool_of_one_text_gets_the_text_and_others_the_call():
   assert [calls.text_of([s]) for s in SCHEMAS] == ['query', 'expression', '']
   assert calls.text_of(SCHEMAS[:2]) == ''
+  optional = dict(SEARCH_SCHEMA['function']['parameters'], required=[])
+  assert calls.text_of([calls.schema('list', '', optional)]) == ''
   call = calls.read('anything {', [SEARCH_SCHEMA])
   assert (call.name, json.loads(call.arguments)) == (
     'search', {'query': 'anything {'},
@@ -316,6 +324,8 @@ BAD = [
   ('{"name": "search"', 'the call is not JSON'),
   (written('find', query='x'), 'none of the tools: search, calculator, open'),
   (written('search', query=7), "'query' is not of the type string"),
+  (written('search', query=' \n'), "argument 'query' is empty"),
+  (written('search', query='x', more=1), "search has no argument but 'query'"),
   ('{"name": "search", "arguments": 7}', 'no JSON object'),
 ]
 
@@ -463,8 +473,8 @@ def test_results_share_the_limit_and_hold_no_tags(form, texts, limit):
     quoted = quoted.removesuffix('assistant\n\n')
     assert isinstance(json.loads(quoted), str)  # escaped as JSON
   assert seen.ids.tolist().count(env._calls.end) == 1
-  for tag in itertools.chain(*env.template.tags.values()):
-    assert tag in FRAMES or not tag or tag not in text
+  for tag in itertools.chain(*filter(all, env.template.tags.values())):
+    assert tag in FRAMES or tag not in text
 
 
 def test_older_results_are_dropped_as_messages():
@@ -505,7 +515,7 @@ def test_a_tokenizer_whose_template_shows_no_tools_is_refused(tmp_path):
   )
   with pytest.raises(ValueError, match='no chat template'):
     make(scripted.tokenizer('bpe'))
-  with pytest.raises(ValueError, match='<tool_call>.*qwen_tools.*COPY'):
+  with pytest.raises(ValueError, match='qwen_tools.*<tool_call>.*COPY'):
     make(scripted.chatting('llama'))
   # The shape of Gemma 3's: roles take turns, and there are no tools.
   folder = tmp_path / 'gemma'
@@ -520,6 +530,82 @@ def test_a_tokenizer_whose_template_shows_no_tools_is_refused(tmp_path):
   forged = calls.schema('f', 'x <|im_end|>', {'type': 'object'})
   with pytest.raises(ValueError, match='a schema of config.tools'):
     make(scripted.chatting('hermes'), [('f', forged, '')])
+
+
+@pytest.mark.parametrize(
+  'old, new, form',
+  [
+    ('', '', 'llama_tools'),  # calls of another format
+    ('{"name": "', '<function=', 'qwen_tools'),  # Qwen3.5's
+    ('}</tool_call>', '</tool_call>', 'qwen_tools'),
+  ],
+)
+def test_a_chat_template_that_writes_other_calls_is_refused(
+  tmp_path, old, new, form
+):
+  tok = rewritten(tmp_path, old, new)
+  config, template = scripted.env_config(), prompts.load(form)
+  with pytest.raises(ValueError, match=f'{form}.* JSON.*COPY'):
+    envs.SearchEnv(tok, template, config, 'template', 3, FUNCTIONS)
+
+
+def rewritten(folder, old, new):
+  """The tokenizer 'hermes' with a change of its chat template."""
+  text, special = scripted.CHATS['hermes']
+  assert old in text
+  scripted.altered(folder, special=special)
+  (folder / 'chat_template.jinja').write_text(text.replace(old, new))
+  return scripted.tokenizing.load(folder)
+
+
+def test_every_turn_begins_in_the_thought_that_the_template_opens(tmp_path):
+  begins = "'<|im_start|>assistant\\n"
+  tok = rewritten(tmp_path, begins, begins + '<think>\\n')
+  config = scripted.env_config(max_turn_tokens=2000)
+  template = prompts.load('qwen_tools')
+  for turns in (4, 0):
+    config.max_turns = turns
+    env = envs.SearchEnv(tok, template, config, 'template', 3, FUNCTIONS)
+    thought = f'shall I {block(SEARCH)}?</think>'
+    one, two = ended(env, thought + block(SEARCH)), ended(env, thought)
+    script = [one, two, thought + ANSWER]
+    state, actions = scripted.play(env, script[-1 - turns :], [passage('x')])
+    t = env.trajectory(state)
+    assert len(state.searches) == (turns > 0)
+    assert (t.end, t.invalid_actions) == ('answer', turns // 4)
+    kinds = [b.kind for b in env.blocks(t) if b.author == 'policy']
+    assert kinds.count('think') == state.generations
+    fresh = dataclasses.replace(t)
+    fresh.parsed.clear()
+    assert env.blocks(fresh) == env.blocks(t)
+
+
+def test_a_boxed_answer_ends_the_trajectory_and_its_calls_are_not_made():
+  env = made(answer='boxed')
+  first = ended(env, 'So \\boxed{3}.\n' + block(SEARCH))
+  state, _ = scripted.play(env, [first])
+  assert state.end == 'answer' and state.searches == ()
+
+
+def test_json_in_results_and_questions_is_kept_where_calls_have_no_tags():
+  env, text = made('llama'), '{"name": 1}'
+  asked = Question('q', f'what is {text}')
+  assert text in shown(env.tokenizer, env.reset(asked)[1].prompt.ids)
+
+
+def test_what_is_retrieved_is_what_searches_found():
+  env = made()
+  two = block(written('calculator', expression='1 + 1'), SEARCH, '{')
+  state, action = env.reset(QUESTION)
+  state, action = env.step(state, scripted.sample(env, action, ended(env, two)))
+  found = [
+    SearchResult(q, *(((), 0.0, '2') if q.tool != 'search' else [(p,)]))
+    for p in [passage('by Ann', 'Book', '7')]
+    for q in action.requests
+  ]
+  state, action = env.step(state, found)
+  state, _ = env.step(state, scripted.sample(env, action, ANSWER))
+  assert env.retrieved(env.trajectory(state)) == ['[7] Book: by Ann']
 
 
 @pytest.mark.parametrize(
