@@ -200,12 +200,15 @@ class RetrievalClient:
         raise answer
     return [hits for answer in answers for hits in answer]
 
-  async def document(self, name: str, piece: int = 1) -> tuple[str, int] | None:
+  async def document(
+    self, name: str, piece: int = 1, chars: int | None = None
+  ) -> tuple[str, int] | None:
     """A piece of the document behind a passage.
 
     Args:
       name: the id of the passage.
       piece: its number, from 1.
+      chars: characters of a piece; None: as many as the server allows.
 
     Returns:
       The piece, '' after the last one, and how many there are; None: there is
@@ -215,8 +218,8 @@ class RetrievalClient:
       RetrievalError: as `retrieve`; `rejected` (404) from a server without
         documents, whose `health` does not say documents: true.
     """
-    body = json.dumps({'id': _sendable(name), 'piece': piece}).encode()
-    call = _Call('POST', '/document', _piece, body)
+    asked = {'id': _sendable(name), 'piece': piece, 'chars': chars}
+    call = _Call('POST', '/document', _piece, json.dumps(asked).encode())
     return await self._ask(call, None)
 
   async def health(self, url: str | None = None) -> Mapping[str, Any]:

@@ -250,7 +250,8 @@ def base() -> ConfigDict:
   # fields}. A block of the template calls one by name; where the template has
   # calls, the policy does. Those of the package, with their fields:
   #   calculator  cost
-  #   open        found: only documents that a search of the trajectory found
+  #   open        found: only documents that a search of the trajectory found;
+  #               chars of a piece
   #   mcp         command or url of a server, allow (names of its tools),
   #               timeout in seconds, max_bytes of a result
   c.tools = ConfigDict()

@@ -305,14 +305,14 @@ def create_app(
     """A piece of the document behind a passage; see retrieval/README.md."""
 
     async def work(body: bytes) -> bytes:
-      name, number = protocol.parse_document(body)
+      name, *which = protocol.parse_document(body, limits)
       find = batcher.call(lambda: document(name))
-      return protocol.piece(await _while_there(http, find), number, limits)
+      return protocol.piece(await _while_there(http, find), *which)
 
     return await answered(http, work)
 
   if document is not None:
-    about = protocol.document_openapi(bool(token))
+    about = protocol.document_openapi(limits, bool(token))
     app.post('/document', openapi_extra=about)(opened)
 
   @app.get('/health')

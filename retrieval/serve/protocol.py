@@ -31,7 +31,7 @@ class Limits:
 
   topk: int = _limit(3, 'Passages for a query when a request names no topk.')
   max_topk: int = _limit(100, 'Largest topk.')
-  piece_chars: int = _limit(4000, 'Characters of a piece of a document.')
+  piece_chars: int = _limit(4000, 'Most characters of a piece of a document.')
   max_queries: int = _limit(4096, 'Most queries in one request, else 422.')
   max_batch: int = _limit(1024, 'Most queries in one call of the index.')
   max_query_bytes: int = _limit(16384, 'Bytes (UTF-8) read of a query.')
@@ -132,16 +132,18 @@ def parse_request(body: bytes, limits: Limits) -> RetrieveRequest:
   return RetrieveRequest(queries, topk, bool(scores))
 
 
-def parse_document(body: bytes) -> tuple[str, int]:
-  """Checks the body of POST /document: an id and the number of a piece.
+def parse_document(body: bytes, limits: Limits) -> tuple[str, int, int]:
+  """Checks the body of POST /document: an id, the number of a piece, and the
+  characters of one.
 
   Raises:
     Rejected: the message names the field and the fix.
   """
-  data = _object_of(body, ('id', 'piece'))
+  data, most = _object_of(body, ('id', 'piece', 'chars')), limits.piece_chars
   if not isinstance(data.get('id'), str):
     raise _bad(['id'], 'must be a string')
-  return data['id'], _whole(data, 'piece', 1, _MOST)
+  size = _whole(data, 'chars', most, most, ' (--piece_chars)')
+  return data['id'], _whole(data, 'piece', 1, _MOST), size
 
 
 def _object_of(body: bytes, fields: Sequence[str]) -> dict[str, Any]:
@@ -172,10 +174,10 @@ def _queries(data: Mapping[str, Any], limits: Limits) -> tuple[str, ...]:
   for i, query in enumerate(queries):
     if not isinstance(query, str):
       raise _bad(['queries', i], 'must be a string')
-  return tuple(_cut(query, limits) for query in queries)
+  return tuple(cut(query, limits) for query in queries)
 
 
-def _cut(query: str, limits: Limits) -> str:
+def cut(query: str, limits: Limits) -> str:
   """The part of a query that is searched."""
   if len(query) * 4 > limits.max_query_bytes:  # a character has up to 4 bytes
     # A lone surrogate is not part of a word.
@@ -228,9 +230,8 @@ def answer(found: Sequence[Answer], scores: bool) -> bytes:
   return _packed([[shown(one) for one in row] for row in found])
 
 
-def piece(text: str | None, number: int, limits: Limits) -> bytes:
+def piece(text: str | None, number: int, size: int) -> bytes:
   """The body of an answer with a piece of a document; None: there is none."""
-  size = limits.piece_chars
   if text is None:
     return _packed(None)
   part = text[(number - 1) * size : number * size]
@@ -260,11 +261,12 @@ def openapi(limits: Limits, token: bool) -> dict[str, object]:
   return _operation(request, response(about, answers), token)
 
 
-def document_openapi(token: bool) -> dict[str, object]:
+def document_openapi(limits: Limits, token: bool) -> dict[str, object]:
   """The OpenAPI description of POST /document."""
   request = _object(id=_TEXT) | {'additionalProperties': False}
   number = {'type': ['integer', 'null'], 'minimum': 1, 'maximum': _MOST}
-  request['properties']['piece'] = number
+  size = number | {'maximum': limits.piece_chars}
+  request['properties'] |= {'piece': number, 'chars': size}
   found = _object(contents=_TEXT, pieces={'type': 'integer'})
   answers = _object(result={'anyOf': [found, {'type': 'null'}]})
   about = 'A piece; null: there is no such document.'

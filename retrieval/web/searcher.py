@@ -80,7 +80,7 @@ class WebSearcher:
     identity: what answers depend on, besides changes of the web.
     threads: that may search at once.
     document: in page mode, the main text of the page of a URL; None: it has
-      none, or cannot be fetched. None in snippet mode.
+      none, or cannot be read in `document_s`. None in snippet mode.
   """
 
   def __init__(
@@ -98,6 +98,7 @@ class WebSearcher:
     concurrency: int = 8,
     page_chars: int = 1000,
     page_cpu_s: int = 3,
+    document_s: float = 6.0,
     fetcher: Fetcher | None = None,
     environ: Mapping[str, str] = os.environ,
     **limits: Any,
@@ -119,6 +120,8 @@ class WebSearcher:
       concurrency: calls at once.
       page_chars: of one page, in page mode.
       page_cpu_s: CPU time of the process that reads one page.
+      document_s: of a page that `document` shows, less than clients wait for:
+        a page that is slow is no failure of this server.
       fetcher: of the pages.
       environ: the environment with the keys.
       limits: max_calls, max_cost, price and ledger of `Budget`.
@@ -149,7 +152,7 @@ class WebSearcher:
     self.timeout_s, self.retries = timeout_s, retries
     self.backoff_s, self.max_wait_s = backoff_s, max_wait_s
     self.max_bytes, self.page_chars = max_bytes, page_chars
-    self.page_cpu_s = page_cpu_s
+    self.page_cpu_s, self.document_s = page_cpu_s, document_s
     self.threads = concurrency + _FETCHES
     self._calls = asyncio.Semaphore(concurrency)
     self._fetches = asyncio.Semaphore(_FETCHES)
@@ -192,8 +195,14 @@ class WebSearcher:
     self.budget.close()
 
   def _document(self, url: str) -> str | None:
-    text, _ = self._run(self._text(Row('', url, ''), '', whole=True))
-    return text or None
+    async def read() -> str:
+      text = self._text(Row('', url, ''), '', whole=True)
+      # Not cancelled at its end: others may wait for the same page.
+      await asyncio.wait([task := asyncio.create_task(text)], timeout=seconds)
+      return task.result()[0] if task.done() else ''
+
+    seconds = self.document_s
+    return self._run(read()) or None
 
   def _run(self, work: Coroutine):
     return asyncio.run_coroutine_threadsafe(work, self._loop).result()

@@ -187,7 +187,10 @@ def check_environment(config: ConfigDict, *templates: str) -> None:
   for name, fields in config.tools.items():
     where = f'config.tools.{name}'
     lookup.require(name != SEARCH, f'{where}: that is config.source')
-    source_maker(fields, where)
+    check = getattr(source_maker(fields, where), 'check', None)
+    with lookup.of(where):
+      if check:  # of the whole config
+        check(config, fields)
   for path in templates or (config.env.template,):
     for kind in prompts.load(path).kinds.values():
       lookup.require(
@@ -233,7 +236,8 @@ def functions(config: ConfigDict) -> tuple[Function, ...]:
   for name, fields in config.tools.items():
     with lookup.of(f'config.tools.{name}.module'):
       own = lookup.function(_SOURCES, f'{fields.get("module")}.functions')
-    offered[name] = own(fields)
+    with core.named(name):
+      offered[name] = own(fields)
   found = [(t, s, text_of(own)) for t, own in offered.items() for s in own]
   names = [schema['function']['name'] for _, schema, _ in found]
   lookup.require(

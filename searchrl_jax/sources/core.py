@@ -15,11 +15,13 @@ answer is a text that the policy reads, not a SearchError.
 
 A module of a tool that a policy may call by JSON has a function
 `functions(config) -> schemas` (`text.calls.schema`). If that is one with one
-parameter, a text, the query of a request is this text; else it is the JSON of a
-call. `text.calls.read` reads both.
+parameter, a required text, the query of a request is this text; else it is the
+JSON of a call. `text.calls.read` reads both.
 
 A module's `make(config, **objects)` makes a source; for a tool, `source` has
-the fields of config.source, with the URL of its server.
+the fields of config.source, with the URL of its server. A function
+`make.check(config, fields)` raises ValueError where the whole config, or the
+tool's fields in it, cannot be.
 
 A tool stores no state of a trajectory: `request.earlier` has the previous
 answers of the trajectory, each with its request. An interpreter session runs
@@ -28,7 +30,8 @@ finds earlier results in them. This is correct for a retry, a resumed run and a
 branch of a tree, which the trajectory's name does not distinguish.
 """
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+import contextlib
 import hashlib
 from typing import Protocol
 
@@ -71,6 +74,14 @@ def require_same_source(before: Mapping, now: Mapping) -> None:
     '--workdir with --config.train.init=THIS_RUN',
     SourceError,
   )
+
+
+@contextlib.contextmanager
+def named(tool: str) -> Iterator[None]:
+  """Names the tool in errors of its config and of its server."""
+  where = f'config.tools.{tool}'
+  with lookup.of(where), lookup.of(where, SourceError, SourceError):
+    yield
 
 
 def draw(*key: Hashable) -> float:

@@ -12,8 +12,9 @@ shown.
 
 What the server's tools are called and how they are described is in the prompts,
 and part of the identity of the source: a run does not go on with others. A
-tool's own error is a text that the policy reads. A server that hangs, dies or
-breaks the protocol has failed; the next request connects again.
+tool's own error is a text that the policy reads, and so is an error that a
+server answers over stdio: over HTTP it may be that of a proxy. A server that
+hangs, dies or breaks the protocol has failed; the next request connects again.
 """
 
 import asyncio
@@ -32,6 +33,7 @@ from searchrl_jax.types import SearchError, SearchRequest, SearchResult
 
 _FIELDS = {'command', 'url', 'allow', 'timeout', 'max_bytes'}
 _INVALID_PARAMS = -32602  # of JSON-RPC: the server refuses the arguments
+_LOST = -32000, -32001  # of the package: no connection, no answer in time
 # Fields of a tool -> the schemas that prompts show.
 _shown: dict[str, list[dict]] = {}
 
@@ -40,7 +42,7 @@ def _package() -> Any:
   try:
     import mcp
   except ImportError as e:
-    what = "config.tools has module='mcp', which needs the package mcp"
+    what = "module='mcp' needs the package mcp"
     raise lookup.ConfigError(f"{what}: pip install 'mcp>=2,<3'") from e
   return mcp
 
@@ -97,7 +99,9 @@ class Mcp(Source):
 
   def __init__(self, config: Any, shown: list[dict] | None = None):
     self._config, self.schemas = config, shown
-    self._where = f"config.tools (module='mcp', {config.command or config.url})"
+    where = config.command or config.url
+    fix = f'try it by itself; timeout={config.timeout} s has to be enough'
+    self._where = f'the MCP server {where!r} ({fix})'
     self._held: _Connection | None = None
     self._tasks: list[asyncio.Task] = []
 
@@ -144,7 +148,7 @@ class Mcp(Source):
     try:
       found = await client.call_tool(call.name, json.loads(call.arguments))
     except _package().MCPError as e:
-      if e.code != _INVALID_PARAMS:
+      if e.code in _LOST or self._config.url and e.code != _INVALID_PARAMS:
         raise
       return f'error: {e}'
     shown = [getattr(x, 'text', f'[{x.type}]') for x in found.content]
@@ -172,7 +176,7 @@ def _key(config: Any) -> str:
   _package()
   fields = config.to_dict()
   one = _FIELDS <= {*fields} and bool(config.command) != bool(config.url)
-  what = f"config.tools (module='mcp') needs {sorted(_FIELDS)}, with a command "
+  what = f"module='mcp' needs {sorted(_FIELDS)}, with a command "
   what += f'or a URL, and at least one tool to allow; it has {fields}'
   lookup.require(one and config.allow, what)
   return repr(sorted(fields.items()))
@@ -203,3 +207,6 @@ def functions(config: Any) -> list[dict]:
 def make(config: Any, **_: object) -> Mcp:
   """The tool of `config.tools.NAME` (module='mcp')."""
   return Mcp(config, _shown.get(_key(config)))
+
+
+make.check = lambda config, fields: _key(fields)  # type: ignore[attr-defined]

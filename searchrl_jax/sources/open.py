@@ -1,13 +1,15 @@
 """Opens the document behind a passage, in pieces.
 
-  config.tools.open = dict(module='open', found=True)
+  config.tools.open = dict(module='open', found=True, chars=500)
 
 The retrieval server of config.source has the documents (`POST /document`): a
 passage with its neighbours of the same title, or, where it shows pages of the
 web, the page of a URL. The policy names the id of a passage, and a piece, from
 1; in a block of a template it writes the id alone for the first one, or
 {"name": "open", "arguments": {"id", "piece"}}. found: whether only what a
-search of the trajectory found is opened.
+search of the trajectory found is opened. chars: of a piece, which an
+observation has to show whole, beside those of other calls of a turn: up to two
+for each of its tokens.
 """
 
 import asyncio
@@ -18,8 +20,9 @@ from typing import Any
 
 from retrieval.client import RetrievalClient, RetrievalError
 from searchrl_jax import lookup
+from searchrl_jax.sources import none, simulated
 from searchrl_jax.sources.core import Answer, Source, SourceError
-from searchrl_jax.text import calls
+from searchrl_jax.text import calls, prompts
 from searchrl_jax.types import SEARCH, SearchError, SearchRequest, SearchResult
 
 _PIECES = 10_000  # more than any document has
@@ -37,18 +40,16 @@ class Open(Source):
     seconds = dict(timeout_s=source.timeout, deadline_s=source.deadline)
     retries = source.attempts - 1
     self._client = RetrievalClient(source.url, retries=retries, **seconds)
-    self._found = config.found
+    self._found, self._chars = config.found, config.chars
 
   async def search(self, requests: Sequence[SearchRequest]) -> list[Answer]:
     return await asyncio.gather(*map(self._one, requests))
 
   async def _one(self, request: SearchRequest) -> Answer:
     begin = time.monotonic()
-    call = calls.read(request.query, [SCHEMA])
-    good = call.status == 'ok'
-    asked = json.loads(call.arguments) if good else {'id': request.query}
+    name, n, wrong = read(request.query)
     try:
-      text = await self._piece(request, asked['id'], asked.get('piece', 1))
+      text = f'error: {wrong}' if wrong else await self._piece(request, name, n)
     except RetrievalError as error:
       return SearchError(request, error.kind, str(error))
     return SearchResult(request, (), time.monotonic() - begin, text)
@@ -57,29 +58,73 @@ class Open(Source):
     searches = [a for a in request.earlier if a.request.tool == SEARCH]
     if self._found and all(name != p.id for a in searches for p in a.passages):
       return f'error: no search has found {name}'
-    part = await self._client.document(name, min(max(n, 1), _PIECES))
+    which = min(max(n, 1), _PIECES), self._chars
+    part = await self._client.document(name, *which)
     if part is None:
-      return f'error: there is no document {name}'
+      return f'error: there is no document {name}, or it cannot be read'
     text, pieces = part
     if not 1 <= n <= pieces:
       return f'error: {name} has the pieces 1 to {pieces}'
     return f'{name}, piece {n} of {pieces}:\n{text}'
 
   async def check(self) -> Mapping[str, object]:
-    """Raises SourceError unless the server has documents."""
-    where = "config.tools (module='open')"
-    try:
-      health = await self._client.health()
-    except RetrievalError as error:
-      raise SourceError(f'{where}: {error}') from error
-    fix = 'serve a corpus, or the web with --web_mode=page'
-    what = f'{where}: {self._client.url} has no documents; {fix}'
-    lookup.require(health.get('documents'), what, SourceError)
-    size = {'piece_chars': health['limits']['piece_chars']}
-    return {'identity': {**health['identity'], **size}}
+    """Raises SourceError unless every server that answers has documents."""
+    asked = map(self._client.health, self._client.urls)
+    answers = await asyncio.gather(*asked, return_exceptions=True)
+    failed = [a for a in answers if isinstance(a, BaseException)]
+    good = {u: a for u, a in zip(self._client.urls, answers) if a not in failed}
+    if not good:
+      raise SourceError(str(failed[0])) from failed[0]
+    for url, health in good.items():
+      what = (
+        f"{url} has no documents, which module='open' shows: serve a corpus"
+      )
+      what += ', or the web with --web_mode=page; update an older server'
+      lookup.require(health.get('documents'), what, SourceError)
+      most = health['limits']['piece_chars']
+      what = f'chars={self._chars}: {url} has --piece_chars={most}; raise it'
+      lookup.require(self._chars <= most, what, SourceError)
+    health = next(iter(good.values()))
+    return {'identity': {**health['identity'], 'chars': self._chars}}
 
   async def close(self) -> None:
     await self._client.close()
+
+
+def read(query: str) -> tuple[str, int, str]:
+  """The id and the number of a piece that a query names, and what is wrong with
+  a call; '' = nothing."""
+  call = calls.read(query, [SCHEMA])
+  if call.status == 'bad_arguments':
+    return '', 1, call.error
+  good = call.status == 'ok'
+  asked = json.loads(call.arguments) if good else {'id': query.strip(' []')}
+  return asked['id'], asked.get('piece', 1), ''
+
+
+def _check(config: Any, fields: Any) -> None:
+  """Raises ConfigError for a source without documents, or pieces too long."""
+  source, env = config.source, config.env
+  lookup.require(
+    source.module not in (none.NONE, simulated.SIMULATED),
+    f"config.source.module={source.module!r} has no documents; use 'service', "
+    'or leave the tool out',
+  )
+  dials = [n for n in ('missing', 'contradict') if source.dials[n]]
+  lookup.require(
+    not dials,
+    f'a document has passages that config.source.dials {dials} take out or '
+    'change; set them to 0, or leave the tool out',
+  )
+  template = prompts.load(env.template)
+  shared = template.max_queries if template.calls else 1
+  most = 2 * env.max_observation_tokens // shared
+  lookup.require(
+    1 <= fields.get('chars', 0) <= most,
+    f'chars={fields.get("chars")}: give 1 to {most}, 2 for each token of '
+    f'env.max_observation_tokens={env.max_observation_tokens}, which {shared} '
+    'results share; what is cut off could never be read',
+  )
 
 
 def functions(config: Any) -> list[Mapping]:
@@ -87,5 +132,8 @@ def functions(config: Any) -> list[Mapping]:
 
 
 def make(config: Any, *, source: Any, **_: object) -> Open:
-  """The tool of `config.tools.NAME` (module='open', found)."""
+  """The tool of `config.tools.NAME` (module='open', found, chars)."""
   return Open(config, source)
+
+
+make.check = _check  # type: ignore[attr-defined]

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Mapping, Sequence
 
-from searchrl_jax.sources.core import Answer, Source
+from searchrl_jax.sources.core import Answer, Source, named
 from searchrl_jax.types import SEARCH, SearchRequest
 
 
@@ -35,7 +35,10 @@ class Tools:
 
   async def check(self) -> Mapping[str, object]:
     """Checks all tools; entries of tools other than search are 'TOOL/X'."""
-    served = {name: await tool.check() for name, tool in self._tools.items()}
+    served = {SEARCH: await self._tools[SEARCH].check()}
+    for name in [name for name in self._tools if name != SEARCH]:
+      with named(name):
+        served[name] = await self._tools[name].check()
     identity = {
       key if name == SEARCH else f'{name}/{key}': value
       for name, told in served.items()

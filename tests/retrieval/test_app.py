@@ -1198,6 +1198,7 @@ def test_a_document_is_its_passages_in_pieces(corpus):
     assert opened(http, id='0') == opened(http, id='0', piece=1)
     assert opened(http, id='0', piece=pieces + 1)['contents'] == ''
     assert opened(http, id='absent') is None
+    assert opened(http, id='0', piece=2, chars=5)['contents'] == whole[5:10]
     # Neighbours of the same title are one document.
     same = [opened(http, id=n) for n in '456']
     assert same[0]['contents'] == '"Twin"\nthe same word'
@@ -1238,7 +1239,8 @@ def test_ids_that_count_need_no_table(tmp_path):
     ({'id': '7', 'piece': 0}, ['piece'], 'from 1'),
     ({'id': '7', 'piece': 1.5}, ['piece'], 'integer'),
     ({'id': '7', 'piece': True}, ['piece'], 'integer'),
-    ({'id': '7', 'queries': []}, ['queries'], 'known: id, piece'),
+    ({'id': '7', 'queries': []}, ['queries'], 'known: id, piece, chars'),
+    ({'id': '7', 'chars': 4001}, ['chars'], 'to 4000 (--piece_chars)'),
     ([], [], 'object'),
   ],
 )

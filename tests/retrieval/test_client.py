@@ -1145,9 +1145,7 @@ def test_an_answer_that_is_no_document_is_an_error(body):
     async with RetrievalClient(url, **FAST) as client:
       return await client.document('0')
 
-  with Faults(
-    reply({'detail': 'Not Found'}, '404 Not Found'), reply(body)
-  ) as it:
+  with Faults(reply(body)) as it:
     with pytest.raises(RetrievalError) as error:
       asyncio.run(ask(it.url))
   assert error.value.kind == 'bad_response'

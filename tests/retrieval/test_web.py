@@ -1,5 +1,6 @@
 """Web search against servers that answer as each API's documentation says."""
 
+import asyncio
 import collections
 import http.server
 import json
@@ -944,6 +945,29 @@ def test_a_page_is_a_document_where_pages_are_shown():
   snippets = WebSearcher('serper', environ=ENVIRON)
   assert snippets.document is None
   snippets.close()
+
+
+def test_a_slow_page_is_no_document_yet_and_no_failure():
+  text = 'whole ' * 500
+  answers = {'/a': reply(text.encode(), kind='text/plain')}
+  with Site(answers) as site:
+    own = paging(site) | {'document_s': 0.2}
+    web = WebSearcher('serper', environ=ENVIRON, **own)
+    wait, fetch = threading.Event(), web._fetcher.fetch
+
+    async def slow(url):
+      await asyncio.to_thread(wait.wait)
+      return await fetch(url)
+
+    web._fetcher.fetch = slow
+    try:
+      assert web.document(f'{site.url}/a') is None
+      wait.set()
+      web.document_s = 30.0
+      assert web.document(f'{site.url}/a') == text.strip()
+      assert len(site.requests) == 1
+    finally:
+      web.close()
 
 
 def test_pages_of_this_machine_are_not_fetched_by_default():

@@ -6,7 +6,9 @@ import json
 from ml_collections import ConfigDict
 import pytest
 
+from retrieval.replicas import RetrievalError
 from searchrl_jax import schema
+from searchrl_jax.lookup import ConfigError
 from searchrl_jax.run import build, services
 from searchrl_jax.sources import open as opening
 from searchrl_jax.sources.core import SourceError
@@ -27,9 +29,9 @@ def url(tmp_path_factory):
     yield found
 
 
-def source(url, found=False):
+def source(url, found=False, chars=500):
   c = schema.base()
-  c.tools.open = ConfigDict(dict(module='open', found=found))
+  c.tools.open = ConfigDict(dict(module='open', found=found, chars=chars))
   return services.source(c, url)
 
 
@@ -52,7 +54,8 @@ def call(**arguments):
 def test_documents_in_pieces(url):
   whole = '"Long"\n' + 'word ' * 1500  # 7,507 characters
   first, second, plain, book = ask(
-    source(url), call(id='0'), call(id='0', piece=2), '0', call(id='b')
+    source(url, chars=4000),
+    *(call(id='0'), call(id='0', piece=2), '[0]', call(id='b')),
   )
   assert first.text == f'0, piece 1 of 2:\n{whole[:4000]}'
   assert second.text == f'0, piece 2 of 2:\n{whole[4000:]}'
@@ -65,11 +68,11 @@ def test_documents_in_pieces(url):
   'query, said',
   [
     (call(id='x'), 'there is no document x'),
-    (call(id='0', piece=3), 'the pieces 1 to 2'),
-    (call(id='0', piece=0), 'the pieces 1 to 2'),
-    (call(id='0', piece=-(10**30)), 'the pieces 1 to 2'),
-    (call(id='0', piece=10**30), 'the pieces 1 to 2'),
-    (call(id='0', piece='2'), 'there is no document'),
+    (call(id='0', piece=17), 'the pieces 1 to 16'),
+    (call(id='0', piece=0), 'the pieces 1 to 16'),
+    (call(id='0', piece=-(10**30)), 'the pieces 1 to 16'),
+    (call(id='0', piece=10**30), 'the pieces 1 to 16'),
+    (call(id='0', piece='2'), "'piece' is not of the type integer"),
     ('{"name"', 'there is no document'),
     ('', 'there is no document'),
     ('\ud800', 'there is no document'),
@@ -105,7 +108,53 @@ def test_the_identity_is_that_of_the_documents(url):
 
   identity = asyncio.run(check())
   assert identity['open/corpus'] == identity['corpus']
-  assert identity['open/piece_chars'] == 4000
+  assert identity['open/chars'] == 500
+
+
+def test_every_server_that_answers_has_documents(url, monkeypatch):
+  told = {}
+
+  async def health(self, url=None):
+    if url not in told:
+      raise RetrievalError('unreachable', url, 'down')
+    return told[url]
+
+  monkeypatch.setattr(opening.RetrievalClient, 'health', health)
+  fields = schema.base().source.copy_and_resolve_references()
+  fields.url = 'http://a,http://b'
+  own = ConfigDict(dict(found=False, chars=500))
+  check = lambda: asyncio.run(opening.make(own, source=fields).check())
+  good = dict(identity={}, documents=True, limits=dict(piece_chars=500))
+  told['http://b'] = good
+  assert check() == {'identity': {'chars': 500}}  # the other may come later
+  for bad, said in (
+    ({'identity': {}}, 'http://a has no documents.*older server'),
+    (good | dict(limits=dict(piece_chars=499)), 'http://a has --piece_chars'),
+  ):
+    told['http://a'] = bad
+    with pytest.raises(SourceError, match=said):
+      check()
+
+
+@pytest.mark.parametrize(
+  'fields, named',
+  [
+    ({'tools.open.chars': 513}, 'chars=513: give 1 to 512'),
+    ({'tools.open.chars': 0}, 'chars=0: give 1 to 512'),
+    ({'env.template': 'qwen_tools'}, 'chars=500: give 1 to 128.* 4 results'),
+    ({'source.module': 'none'}, "source.module='none' has no documents"),
+    ({'source.module': 'simulated'}, 'has no documents'),
+    ({'source.dials.missing': 0.1}, r"dials \['missing'\]"),
+    ({'source.dials.contradict': 0.1}, r"dials \['contradict'\]"),
+  ],
+)
+def test_configs_that_cannot_be_are_refused_early(fields, named):
+  c = schema.base()
+  c.tools.open = ConfigDict(dict(module='open', found=True, chars=500))
+  build.check_environment(c)
+  c.update_from_flattened_dict(fields)
+  with pytest.raises(ConfigError, match=f'config.tools.open: .*{named}'):
+    build.check_environment(c)
 
 
 def test_a_server_that_is_not_there_has_failed():
@@ -113,10 +162,11 @@ def test_a_server_that_is_not_there_has_failed():
   c.source.update(timeout=0.5, deadline=0.5, attempts=1)
   fields = c.source.copy_and_resolve_references()
   fields.url = 'http://127.0.0.1:9'
-  tool = opening.make(ConfigDict(dict(found=False)), source=fields)
+  own = ConfigDict(dict(found=False, chars=500))
+  tool = opening.make(own, source=fields)
   [error] = ask(tool, '0')
   assert isinstance(error, SearchError) and error.kind == 'unreachable'
-  with pytest.raises(SourceError, match="module='open'"):
+  with pytest.raises(SourceError, match='127.0.0.1:9'):
     asyncio.run(tool.check())
 
 

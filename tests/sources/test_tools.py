@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import json
 import sys
+import types
 
 from ml_collections import ConfigDict
 import pytest
@@ -21,7 +22,7 @@ from searchrl_jax.lookup import ConfigError
 from searchrl_jax.rewards import answer, core, efficiency, progress
 from searchrl_jax.rollout import chains
 from searchrl_jax.run import build, services
-from searchrl_jax.sources import calculator, none
+from searchrl_jax.sources import calculator, mcp, none
 from searchrl_jax.sources.tools import Tools
 from searchrl_jax.store import records
 from searchrl_jax.text import env as envs
@@ -435,9 +436,35 @@ def test_a_tool_whose_package_is_not_there_names_it(tmp_path, monkeypatch):
   c = config(tmp_path)
   own = dict(command='x', url='', allow=('f',), timeout=1.0, max_bytes=9)
   c.tools.server = ConfigDict(dict(module='mcp') | own)
-  build.check_environment(c)
-  with pytest.raises(ConfigError, match=r"pip install 'mcp>=2,<3'"):
-    services.source(c, '')
+  missing = r"config.tools.server: .*pip install 'mcp>=2,<3'"
+  with pytest.raises(ConfigError, match=missing):
+    build.check_environment(c)
+
+
+def test_an_error_that_an_mcp_server_answers_is_text_over_stdio(monkeypatch):
+  class Refused(Exception):
+    code = 0
+
+  class Client:
+    async def call_tool(self, name, arguments):
+      raise Refused('no')
+
+  package = types.SimpleNamespace(MCPError=Refused)
+  monkeypatch.setattr(mcp, '_package', lambda: package)
+  shown = calculator.functions(None)
+  for code, stdio, http in (
+    (-32603, True, False), (7, True, False), (-32602, True, True),
+    (-32000, False, False), (-32001, False, False),
+  ):  # fmt: skip
+    Refused.code = code
+    for place, read in (('command', stdio), ('url', http)):
+      own = ConfigDict(dict(command='', url='', timeout=1.0) | {place: 'x'})
+      asked = mcp.Mcp(own, shown)._answer(Client(), '1')
+      if read:
+        assert asyncio.run(asked) == 'error: no'
+        continue
+      with pytest.raises(Refused):
+        asyncio.run(asked)
 
 
 def test_without_tools_the_source_is_the_source(tmp_path):
