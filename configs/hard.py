@@ -24,6 +24,7 @@ from ml_collections import ConfigDict
 from configs import wiki_nq
 from configs.methods import core
 from searchrl_jax import schema
+from searchrl_jax.text import prompts
 
 TEMPLATE = (
   pathlib.Path(__file__).parents[1] / 'experiments/hard/browsecomp.json'
@@ -60,6 +61,10 @@ def _tau2(c, a):
   _evaluated(c, 'tau2', dict(tasks, module='jsonl'))
   c.source.corpus = 'tau2_banking_corpus.jsonl.gz'
   c.env.template = 'documents'
+  most = prompts.load(a.template or c.env.template).max_queries
+  what = f'config argument template={a.template!r}: a turn of it may have '
+  what += f'{most} searches, so env.max_turns is no budget; use one with 1'
+  schema.lookup.require(most == 1, what)
   c.env.max_turns, c.env.max_turn_tokens = 8, 256
   c.env.max_observation_tokens = 1024
   c.env.max_tokens = c.engine.max_len = 16_384
@@ -67,12 +72,13 @@ def _tau2(c, a):
 
 def _browsecomp(c, a):
   schema.lookup.require(a.folder, 'config argument folder: of BrowseComp-Plus')
-  asked = dict(module='experiments.hard.browsecomp', path=a.folder, n=0)
+  folder = str(pathlib.Path(a.folder).expanduser().resolve())
+  asked = dict(module='experiments.hard.browsecomp', path=folder, n=0)
   _evaluated(c, 'browsecomp', asked)
-  corpus = f'{a.folder}/corpus.jsonl'
+  corpus = f'{folder}/corpus.jsonl'
   c.source.update(module='experiments.hard.search', corpus=corpus, k=5)
-  documents = dict(module='experiments.hard.documents', path=corpus)
-  c.tools.get_document = ConfigDict(documents)
+  opens = dict(module='open', found=False, chars=4000)
+  c.tools.get_document = ConfigDict(opens)
   c.env.template = str(TEMPLATE)
   c.env.max_turns, c.env.max_turn_tokens = 30, 1024
   c.env.max_observation_tokens = 3072

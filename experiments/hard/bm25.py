@@ -4,7 +4,8 @@
     --out=experiments/hard/bm25.json
 
 The baseline of a policy with n searches of config.source.k passages. `whole`:
-one search with the whole text, for n k passages; `sentences`: a search with
+one search with the whole text, of which a server
+reads 256 words, for n k passages; `sentences`: a search with
 each of its n longest sentences. `mean` is that of the recall, as `evaluate` has
 it.
 """
@@ -16,6 +17,7 @@ from absl import flags
 from experiments import common
 from retrieval.corpus import read_corpus
 from retrieval.index.bm25 import BM25Index
+from retrieval.serve import protocol
 from searchrl_jax.data import core as data
 from searchrl_jax.rewards import scores
 from searchrl_jax.run import build, command
@@ -27,11 +29,16 @@ def sentences(text: str, n: int) -> list[str]:
   return sorted(re.split(r'(?<=[.!?])\s+|\n+', text), key=len)[-n:]
 
 
+def served(query: str) -> str:
+  """What a server of the usual limits reads of a query."""
+  return protocol.cut(query, protocol.Limits())
+
+
 def rows(questions, index, ids, k: int) -> list[dict]:
   """A row for each budget and kind of query. ids: of the passages."""
 
   def recall(q, queries: list[str], most: int) -> float:
-    found, _ = index.search(queries, most)
+    found, _ = index.search([*map(served, queries)], most)
     shown = {ids[i] for row in found for i in row if i >= 0}
     return len(shown & {*q.supporting}) / len({*q.supporting})
 

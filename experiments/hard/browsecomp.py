@@ -32,10 +32,12 @@ from typing import Any
 from absl import flags
 import numpy as np
 
+from searchrl_jax import lookup
 from searchrl_jax.data import jsonl
 from searchrl_jax.data.checks import choose, make_question
 from searchrl_jax.evaluate import files
 from searchrl_jax.run import build, command
+from searchrl_jax.sources import open as opening
 from searchrl_jax.store import records
 from searchrl_jax.types import SEARCH, Question, SearchResult, Trajectory
 
@@ -108,8 +110,10 @@ def _call(found) -> dict[str, Any]:
     hits = found.passages
     hits = [dict(docid=p.id, score=p.score, snippet=p.text) for p in hits]
     output = json.dumps(hits)
-  field = 'query' if tool == SEARCH else 'docid'
-  return _item('tool_call', output, tool, json.dumps({field: query}))
+  arguments = {'query': query}
+  if tool != SEARCH:
+    arguments = {'docid': opening.read(query)[0]}
+  return _item('tool_call', output, tool, json.dumps(arguments))
 
 
 def scores(
@@ -172,6 +176,8 @@ def calibration(
 def main():
   out = pathlib.Path(_EVALUATION.value)
   config = build.load_config(str(out))
+  what = f'config.eval.n={config.eval.n}: a question has one run file; use 1'
+  lookup.require(config.eval.n == 1, f'--evaluation={out} has {what}')
   env = build.environment(config, build.tokenizer(config, str(out)))
   model = files.read_manifest(out / files.MANIFEST)['checkpoint']
   found = (record.trajectory for record in records.read(out / 'eval'))

@@ -3,12 +3,13 @@
 import asyncio
 import gzip
 import json
+import types
 
 import numpy as np
 import pytest
 
 from configs import hard
-from experiments.hard import bm25, browsecomp, documents, search
+from experiments.hard import bm25, browsecomp, search
 from retrieval.index.bm25 import BM25Index
 from searchrl_jax import checks, schema
 from searchrl_jax.data import core as data
@@ -80,6 +81,10 @@ def test_the_baseline_searches_with_the_text():
   assert recall['whole', 1] == recall['sentences', 1] == 0.5
   assert recall['whole', 2] == recall['sentences', 2] == 1.0
   assert bm25.sentences(q.text, 1) == ['A green frog!']
+  # As a server, it reads 256 words.
+  q = Question('q', 'a ' * 256 + 'red fox', supporting=('0',))
+  rows = bm25.rows([q], BM25Index(texts), ['0', '1', '2', '3'], 1)
+  assert {r['mean'] for r in rows if r['query'] == 'whole'} == {0.0}
 
 
 @pytest.mark.parametrize('questions', ['hops', 'tau2', 'browsecomp,folder=x'])
@@ -87,6 +92,28 @@ def test_the_configs_can_be_evaluated(questions):
   c = hard.get_config(f'model=x,questions={questions}')
   checks.check_engine(c)
   checks.check_evaluation(c)
+
+
+def test_a_folder_is_found_from_here(clone, monkeypatch):
+  monkeypatch.chdir(clone.parent)
+  c = hard.get_config(f'questions=browsecomp,model=x,folder={clone.name}')
+  assert c.data.eval.browsecomp.path == str(clone.resolve())
+  assert c.source.corpus == f'{clone.resolve()}/corpus.jsonl'
+
+
+def test_turns_are_a_budget_of_searches():
+  with pytest.raises(ValueError, match='qwen_tools.*4 searches'):
+    hard.get_config('questions=tau2,model=x,template=qwen_tools')
+
+
+def test_an_evaluation_of_several_samples_has_no_run_files(monkeypatch):
+  c = hard.get_config('questions=browsecomp,model=x,folder=x')
+  c.eval.n = 2
+  monkeypatch.setattr(browsecomp.build, 'load_config', lambda path: c)
+  flag = types.SimpleNamespace(value='runs/x')
+  monkeypatch.setattr(browsecomp, '_EVALUATION', flag, raising=False)
+  with pytest.raises(ValueError, match='eval.n=2'):
+    browsecomp.main()
 
 
 def test_hops_are_of_several_sources(data_dir):
@@ -112,13 +139,9 @@ def played(clone, turns):
   """A trajectory of the template, with the tools that the config names."""
 
   class Source:
-    def __init__(self):
-      path = str(clone / 'corpus.jsonl')
-      self.documents = documents.Documents(path)
-
     async def search(self, requests):
       if requests[0].tool == 'get_document':
-        return await self.documents.search(requests)
+        return [SearchResult(r, (), text='"T"\ntext 13') for r in requests]
       passages = tuple(Passage(i, 'T', f'text {i}', 1.5) for i in ('11', '12'))
       return [SearchResult(r, passages) for r in requests]
 
@@ -148,23 +171,26 @@ def test_a_run_file_is_theirs(clone):
     [
       '<think>who?</think><search>book</search>',
       '<document>[13]</document>',
+      '<document>{"name": "open", "arguments": {"id": "13", "piece": 2}}'
+      '</document>',
       f'<think>so</think><answer>{REPLY}</answer>',
     ],
   )
   run = browsecomp.run_of(t, env, 'mine')
   assert (run['query_id'], run['status']) == ('0', 'completed')
-  assert run['tool_call_counts'] == {'search': 1, 'get_document': 1}
+  assert run['tool_call_counts'] == {'search': 1, 'get_document': 2}
   assert run['retrieved_docids'] == ['11', '12']  # not what was opened
   kinds = [item['type'] for item in run['result']]
   assert kinds == [
-    'reasoning', 'tool_call', 'tool_call', 'reasoning', 'output_text'
+    'reasoning', *['tool_call'] * 3, 'reasoning', 'output_text'
   ]  # fmt: skip
-  first, second = run['result'][1:3]
+  first, second, third = run['result'][1:4]
   assert json.loads(first['arguments']) == {'query': 'book'}
   (hit, _) = json.loads(first['output'])
   assert hit == {'docid': '11', 'score': 1.5, 'snippet': 'text 11'}
   assert second['tool_name'] == 'get_document'
-  assert json.loads(second['arguments']) == {'docid': '[13]'}
+  assert json.loads(second['arguments']) == {'docid': '13'}
+  assert json.loads(third['arguments']) == {'docid': '13'}
   assert second['output'] == '"T"\ntext 13'
   assert run['result'][-1]['output'] == REPLY
   wanted = browsecomp.evidence(str(clone))
