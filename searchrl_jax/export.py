@@ -5,7 +5,8 @@
 transformers, vLLM and --config.model.path can load the folder. Adapters
 (config.model.lora) are merged into the weights; with --adapter they are
 written alone, for PEFT, vLLM and --config.model.lora.path. The chat template
-renders one message, a question, as the prompts of the run; generation_config
+renders one message, a question, as the prompts of the run; where env.template
+has calls it is the tokenizer's own, with tools. generation_config
 has what an evaluation samples with; README.md is a model card with the figures
 that the run folder holds.
 """
@@ -57,10 +58,9 @@ Exact match with 95 % bootstrap intervals, from the run folder:
 
 The model needs a loop that answers its searches, by the search that it was
 trained with: `python -m searchrl_jax.evaluate --config.model.path=FOLDER ...`
-is such a loop. Without one it guesses. The chat template renders one user
-message, the question, as in training, and a generation ends at one of the
-`stop_strings` in `generation_config.json` (for vLLM `stop`, with
-`include_stop_str_in_output`).
+is such a loop. Without one it guesses. The chat template {chat}, and a
+generation ends at one of the `stop_strings` in `generation_config.json` (for
+vLLM `stop`, with `include_stop_str_in_output`).
 
 Other questions, corpora and retrievers were not measured. It repeats what
 passages say, wrong ones too: treat passages and answers as untrusted text. The
@@ -111,15 +111,19 @@ def export(
     generation |= {name: config.eval[name] for name in names}
     generation['top_k'] = 0  # none; transformers has 50 without it
   files = card | {'generation_config.json': json.dumps(generation, indent=2)}
-  if config.data.prompt == 'template':
-    files['chat_template.jinja'] = chat_template(config, tok)
+  chat = chat_template(config, tok)
+  if config.data.prompt == 'template' and chat:
+    files['chat_template.jinja'] = chat
   folder = f'{workdir}/{records.TOKENIZER}'
   pretrained.save(out, cfg, params, folder, dtype=dtype, like=like, files=files)
 
 
 def chat_template(config, tok) -> str:
-  """Jinja that renders a question as the prompts of a run of `config`."""
+  """Jinja that renders a question as the prompts of a run of `config`; '' where
+  env.template has calls, whose chats need the tokenizer's own."""
   template = build.template(config)
+  if template.calls:
+    return ''
   parts = untrusted.prompt_parts(
     template, Question('', _SLOT, ()), 'template', tok
   )
@@ -165,6 +169,10 @@ def model_card(config, workdir: str, step: int, adapter: bool) -> str:
     for name, at, asked, v in values
     if 'eval/em/low' in v
   ]
+  chat = 'renders one user\nmessage, the question, as in training'
+  if build.template(c).calls:
+    chat = f"is the\ntokenizer's: give it the prompt of `{c.env.template}` and "
+    chat += 'the tools'
   started = json.loads((folder / 'environment.json').read_text())['starts'][-1]
 
   def sets(part):
@@ -181,6 +189,7 @@ def model_card(config, workdir: str, step: int, adapter: bool) -> str:
     reward=', '.join(part.fn for part in c.reward.values()),
     data=sets(c.data.train),
     source=c.source.module,
+    chat=chat,
     figures='\n'.join(figures) or '| none in the run folder | | | | | |',
     commit=started['commit'],
   )

@@ -44,6 +44,14 @@ def test_the_chat_template_renders_the_prompts_of_training(
     theirs.apply_chat_template(2 * message)
 
 
+def test_a_template_with_calls_keeps_the_chat_template_of_the_tokenizer(run):
+  config = schema.base()
+  config.env.template = 'qwen_tools'
+  assert export.chat_template(config, scripted.chatting('hermes')) == ''
+  card = export.model_card(config, str(run), 2, False)
+  assert 'the prompt of `qwen_tools` and the tools' in card
+
+
 @pytest.fixture
 def run(tmp_path):
   """A run that was killed in a line, with two evaluations of its step 2."""

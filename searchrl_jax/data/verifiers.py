@@ -21,29 +21,68 @@ import contextlib
 import functools
 import itertools
 import json
+import logging
 import os
 from typing import Any
 import uuid
 
-from searchrl_jax.data.checks import make_question, require
+from searchrl_jax.data.checks import DataError, make_question, require
 from searchrl_jax.store import records
 from searchrl_jax.types import Question
 
 
+class _Servers:
+  """Tool servers, in a task of their own: what starts them has to stop them.
+
+  Attributes:
+    ready: future, done when they run.
+    episodes: that use them. last: whether no others will.
+  """
+
+  def __init__(self, env):
+    self.episodes, self.last, self.over = 0, False, asyncio.Event()
+    self.ready = asyncio.get_running_loop().create_future()
+    self.task = asyncio.create_task(self._run(env))
+
+  async def _run(self, env) -> None:
+    try:
+      async with env.serving():
+        self.ready.set_result(None)
+        await self.over.wait()
+    except Exception as e:
+      if self.ready.done():  # rewards of episodes stay
+        return logging.warning('tool servers did not end well: %r', e)
+      self.ready.set_exception(e)
+
+
 class _Environment:
-  """One that is loaded; `serving` while episodes are under way."""
+  """One that is loaded; `serving` while an episode is under way."""
 
   def __init__(self, config: dict[str, Any]):
-    from verifiers.v1.configs.agent import agent_config_fields
-    from verifiers.v1.utils import loaders  # heavy, with pins of its own
+    try:
+      from verifiers.v1.configs.agent import agent_config_fields
+      from verifiers.v1.utils import loaders  # heavy, with pins of its own
+    except ImportError as e:
+      what = "module='verifiers' needs the package: pip install 'verifiers==0.4"
+      raise DataError(f"{what}.*' (docs/agents.md); {e}") from e
 
     self.env = loaders.load_environment(loaders.resolve_env_config(config))
-    agents = [*agent_config_fields(self.env.config)]
-    what = f'has the agents {agents}, and a session has one policy and reward'
-    require(len(agents) == 1, f'environment {self.env.config.env_id!r} {what}')
+    agents, what = agent_config_fields(self.env.config), 'environment '
+    what += repr(self.env.config.env_id)
+    require(
+      len(agents) == 1,
+      f'{what} has the agents {[*agents]}, and a session has one policy and '
+      'reward: load one with a single agent',
+    )
+    for name, agent in agents.items():
+      tried = [agent.retries.max_retries, getattr(agent.retries, 'rules', ())]
+      require(
+        not any(tried),
+        f'{what}: {name}.retries would play on in the same session, whose '
+        'reward would also be that of the attempt that failed; leave it out',
+      )
     self._rest, self._read = iter(self.env.taskset), []
-    self._stack, self._episodes = contextlib.AsyncExitStack(), 0
-    self._loop: asyncio.AbstractEventLoop | None = None
+    self._held: _Servers | None = None
 
   def tasks(self, n: int) -> list:
     """The first n; 0 = all."""
@@ -54,23 +93,24 @@ class _Environment:
 
   @contextlib.asynccontextmanager
   async def serving(self):
-    """Tool servers, shared by the episodes that play at a time."""
-    loop = asyncio.get_running_loop()
-    if (
-      self._loop is not loop
-    ):  # a lock is of one loop, and each run has its own
-      self._loop, self._lock = loop, asyncio.Lock()
-    async with self._lock:
-      if not self._episodes:
-        await self._stack.enter_async_context(self.env.serving())
-      self._episodes += 1
+    """Tool servers, shared by the episodes of an event loop up to its end.
+
+    After an episode that failed, later ones have others.
+    """
+    held, loop = self._held, asyncio.get_running_loop()
+    if held is None or held.last or held.task.get_loop() is not loop:
+      held = self._held = _Servers(self.env)
+    held.episodes += 1
     try:
+      await asyncio.shield(held.ready)
       yield
+    except Exception:
+      held.last = True
+      raise
     finally:
-      async with self._lock:
-        self._episodes -= 1
-        if not self._episodes:
-          await self._stack.aclose()
+      held.episodes -= 1
+      if held.last and not held.episodes:
+        held.over.set()
 
 
 @functools.cache
@@ -82,8 +122,9 @@ def load(environment, n=0) -> list[Question]:
   """The first n tasks; 0 = all.
 
   Raises:
-    DataError: it plays several agents, or has endless tasks and n is 0.
-    ModuleNotFoundError: no such environment is installed, nor verifiers.
+    DataError: verifiers is not installed, or the environment plays several
+      agents, plays again, or has endless tasks and n is 0.
+    ModuleNotFoundError: no such environment is installed.
   """
   config = records.plain(environment)
   made = _environment(json.dumps(config, sort_keys=True))
@@ -121,10 +162,10 @@ async def play(base_url: str, api_key: str, question: Question) -> float:
     async with made.serving():
       context = vf.ModelContext('policy', client)
       episode = await made.env.run_episode(task, context)
+      found = [*episode.traces, episode]
+      errors = [f'{e.type}: {e.message}' for part in found for e in part.errors]
+      if not episode.ok:
+        raise RuntimeError(errors[-1] if errors else 'the episode failed')
   finally:
     del os.environ[name]
-  found = [*episode.traces, episode]
-  errors = [f'{e.type}: {e.message}' for part in found for e in part.errors]
-  if not episode.ok:
-    raise RuntimeError(errors[-1] if errors else 'the episode failed')
   return episode.traces[0].reward
