@@ -52,10 +52,19 @@ def test_every_template_is_a_table_of_blocks(name):
   assert [n for n, k in kinds.items() if k.ends] == ['answer']
   tags = {n: k.tags for n, k in kinds.items() if any(k.tags)}
   assert template.tags == tags
-  assert all(
-    tag in template.protected for t in tags.values() for tag in t if tag
-  )
+  # The beginning of a call without a closing tag is that of any JSON.
+  pairs = filter(all, tags.values())
+  assert all(tag in template.protected for pair in pairs for tag in pair)
   assert hash(template) == hash(prompts.load(name))
+
+
+def test_a_block_named_as_a_call_is_no_call(tmp_path):
+  pair = ['<tool_call>', '</tool_call>']
+  template = prompts.load(own(tmp_path, blocks={'tool_call': pair}))
+  env = make(scripted.tokenizer('bpe'), template)
+  last = '<tool_call>a</tool_call><answer>Ann</answer>'
+  state, _ = play(env, ['<search>b</search>', last], [passage('x')], QUESTION)
+  assert answer.valid_format(env.trajectory(state), env, False)
 
 
 def test_a_block_has_neutral_values_for_what_its_entry_omits(tmp_path):
