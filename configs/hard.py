@@ -62,9 +62,8 @@ def _tau2(c, a):
   c.source.corpus = 'tau2_banking_corpus.jsonl.gz'
   c.env.template = 'documents'
   most = prompts.load(a.template or c.env.template).max_queries
-  what = f'config argument template={a.template!r}: a turn of it may have '
-  what += f'{most} searches, so env.max_turns is no budget; use one with 1'
-  schema.lookup.require(most == 1, what)
+  what = f'config argument template={a.template!r}: {most} searches in a turn'
+  schema.lookup.require(most == 1, f'{what}, env.max_turns is no budget; use 1')
   c.env.max_turns, c.env.max_turn_tokens = 8, 256
   c.env.max_observation_tokens = 1024
   c.env.max_tokens = c.engine.max_len = 16_384

@@ -74,13 +74,10 @@ class _Environment:
       f'{what} has the agents {[*agents]}, and a session has one policy and '
       'reward: load one with a single agent',
     )
-    for name, agent in agents.items():
-      tried = [agent.retries.max_retries, getattr(agent.retries, 'rules', ())]
-      require(
-        not any(tried),
-        f'{what}: {name}.retries would play on in the same session, whose '
-        'reward would also be that of the attempt that failed; leave it out',
-      )
+    [(name, agent)] = agents.items()
+    again = agent.retries.max_retries or getattr(agent.retries, 'rules', ())
+    what += f': {name}.retries would play on in the same session, whose reward'
+    require(not again, f'{what} would also be of what failed; leave it out')
     self._rest, self._read = iter(self.env.taskset), []
     self._held: _Servers | None = None
 

@@ -71,21 +71,17 @@ class Open(Source):
     """Raises SourceError unless every server that answers has documents."""
     asked = map(self._client.health, self._client.urls)
     answers = await asyncio.gather(*asked, return_exceptions=True)
-    failed = [a for a in answers if isinstance(a, BaseException)]
-    good = {u: a for u, a in zip(self._client.urls, answers) if a not in failed}
-    if not good:
-      raise SourceError(str(failed[0])) from failed[0]
-    for url, health in good.items():
-      what = (
-        f"{url} has no documents, which module='open' shows: serve a corpus"
-      )
-      what += ', or the web with --web_mode=page; update an older server'
-      lookup.require(health.get('documents'), what, SourceError)
-      most = health['limits']['piece_chars']
-      what = f'chars={self._chars}: {url} has --piece_chars={most}; raise it'
-      lookup.require(self._chars <= most, what, SourceError)
-    health = next(iter(good.values()))
-    return {'identity': {**health['identity'], 'chars': self._chars}}
+    identity: Any = None
+    for url, told in zip(self._client.urls, answers):
+      if not isinstance(told, BaseException):
+        what = f'{url} has no documents to open: serve a corpus, or the web '
+        what += 'with --web_mode=page; update an older server'
+        lookup.require(told.get('documents'), what, SourceError)
+        identity, most = told['identity'], told['limits']['piece_chars']
+        what = f'chars={self._chars}: {url} has --piece_chars={most}; raise it'
+        lookup.require(self._chars <= most, what, SourceError)
+    lookup.require(identity is not None, f'{answers[0]}', SourceError)
+    return {'identity': {**identity, 'chars': self._chars}}
 
   async def close(self) -> None:
     await self._client.close()
@@ -105,26 +101,19 @@ def read(query: str) -> tuple[str, int, str]:
 def _check(config: Any, fields: Any) -> None:
   """Raises ConfigError for a source without documents, or pieces too long."""
   source, env = config.source, config.env
-  lookup.require(
-    source.module not in (none.NONE, simulated.SIMULATED),
-    f"config.source.module={source.module!r} has no documents; use 'service', "
-    'or leave the tool out',
-  )
+  what = f'config.source.module={source.module!r} has no documents: use '
+  good = source.module not in (none.NONE, simulated.SIMULATED)
+  lookup.require(good, f"{what}'service', or leave the tool out")
   dials = [n for n in ('missing', 'contradict') if source.dials[n]]
-  lookup.require(
-    not dials,
-    f'a document has passages that config.source.dials {dials} take out or '
-    'change; set them to 0, or leave the tool out',
-  )
-  template = prompts.load(env.template)
-  shared = template.max_queries if template.calls else 1
-  most = 2 * env.max_observation_tokens // shared
-  lookup.require(
-    1 <= fields.get('chars', 0) <= most,
-    f'chars={fields.get("chars")}: give 1 to {most}, 2 for each token of '
-    f'env.max_observation_tokens={env.max_observation_tokens}, which {shared} '
-    'results share; what is cut off could never be read',
-  )
+  what = 'a document has passages that config.source.dials take out or change'
+  lookup.require(not dials, f'{what}: set {dials} to 0, or leave the tool out')
+  template, limit = prompts.load(env.template), env.max_observation_tokens
+  shared = template.calls and template.max_queries or 1
+  chars = fields.get('chars', 0)
+  most = 2 * limit // shared
+  what = f'chars={chars}: give 1 to {most}, 2 for each token of '
+  what += f'env.max_observation_tokens={limit}, which {shared} results share; '
+  lookup.require(0 < chars <= most, what + 'the rest could never be read')
 
 
 def functions(config: Any) -> list[Mapping]:

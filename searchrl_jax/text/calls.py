@@ -240,14 +240,12 @@ class Calls(untrusted.Observer):
   def _read(self, block: Block) -> Call:
     """A call; of a tool that is sent a text, with this argument alone."""
     call = parse(block.text, self.schemas, block.complete)
-    if call.status != 'ok':
+    tool, _, text = self._functions.get(call.name, ('', {}, ''))
+    if call.status != 'ok' or not text:
       return call
-    tool, _, text = self._functions[call.name]
-    arguments, error = json.loads(call.arguments), ''
-    if text and len(arguments) > 1:
-      error = f'{call.name} has no argument but {text!r}'
-    elif tool == SEARCH and not arguments[text].strip():
-      error = f'the argument {text!r} is empty'
+    given, error = json.loads(call.arguments), ''
+    if len(given) > 1 or tool == SEARCH and not given[text].strip():
+      error = f'{call.name} has the argument {text!r} alone, and not empty'
     return call._replace(status='bad_arguments', error=error) if error else call
 
   def request(self, call: Call) -> tuple[str, str]:

@@ -258,13 +258,13 @@ class SearchEnv:
   def retrieved(self, trajectory: types.Trajectory) -> list[str]:
     """The texts of observations that show what a search found."""
     searches = trajectory.calls(types.SEARCH)
+    limit = self.config.max_observation_tokens
     if self._calls:  # which share an observation, with those of other tools
       found = [s for s in searches if isinstance(s, types.SearchResult)]
       made = [s.request.turn for s in trajectory.searches]
-      limit = self.config.max_observation_tokens
-      shares = [limit // made.count(s.request.turn) for s in found]
-      shown = map(self._observe.fitted, (s.shown for s in found), shares)
-      return [''.join(text for text, _ in body) for body, *_ in shown]
+      share = lambda s: limit // made.count(s.request.turn)
+      shown = (self._observe.fitted(s.shown, share(s))[0] for s in found)
+      return [''.join(text for text, _ in body) for body in shown]
     turns = {s.request.turn for s in searches}
     kind = 'environment', 'information'
     return [

@@ -144,8 +144,8 @@ def test_every_server_that_answers_has_documents(url, monkeypatch):
     ({'env.template': 'qwen_tools'}, 'chars=500: give 1 to 128.* 4 results'),
     ({'source.module': 'none'}, "source.module='none' has no documents"),
     ({'source.module': 'simulated'}, 'has no documents'),
-    ({'source.dials.missing': 0.1}, r"dials \['missing'\]"),
-    ({'source.dials.contradict': 0.1}, r"dials \['contradict'\]"),
+    ({'source.dials.missing': 0.1}, r"set \['missing'\]"),
+    ({'source.dials.contradict': 0.1}, r"set \['contradict'\]"),
   ],
 )
 def test_configs_that_cannot_be_are_refused_early(fields, named):

@@ -324,8 +324,11 @@ BAD = [
   ('{"name": "search"', 'the call is not JSON'),
   (written('find', query='x'), 'none of the tools: search, calculator, open'),
   (written('search', query=7), "'query' is not of the type string"),
-  (written('search', query=' \n'), "argument 'query' is empty"),
-  (written('search', query='x', more=1), "search has no argument but 'query'"),
+  (
+    written('search', query=' \n'),
+    "search has the argument 'query' alone, and not empty",
+  ),
+  (written('search', query='x', more=1), "has the argument 'query' alone"),
   ('{"name": "search", "arguments": 7}', 'no JSON object'),
 ]
 
