@@ -424,7 +424,7 @@ class Marked(fakes.ByteTokenizer):
     self.parts += list(parts)
     return super().encode_parts(parts, start)
 
-  def chat(self, messages):
+  def chat(self, messages, tools=(), reply=True):
     return ''.join(f'<|{m["role"]}|>{m["content"]}<|end|>' for m in messages)
 
 
