@@ -1,10 +1,9 @@
 """Contexts that change, on atlas: `python -m experiments.rows`.
 
-Questions of four hops with a limit of LIMIT tokens to a context, the median
-length of what the policy writes and reads without one. `cut` ends there,
-`summary` carries a note of what it has found into a new context, `full` has no
-limit. All have the same skills and the same traces; where the traces of
-`summary` reach the limit, they have the notes too. README.md has the figures.
+Questions of four hops, with a limit to the tokens of a context. `cut` ends
+there, `summary` carries a note of what it has found into a new context, `full`
+has no limit. All have the same skills and the same traces; where the traces of
+`summary` reach the limit, they have the notes too.
 """
 
 import functools
