@@ -5,6 +5,7 @@ import importlib.util
 import json
 import os
 import pathlib
+import re
 import shutil
 import signal
 import subprocess
@@ -221,9 +222,12 @@ def test_export_loads_back(run, tmp_path):
 
 
 def test_help_helps():
-  # absl exits with 1 after --help.
-  out, _ = command('train', '--help', status=1)
-  assert '--workdir' in out and '--config' in out
+  for name in ('train', 'sft', 'doctor'):
+    # absl exits with 1 after --help.
+    out, _ = command(name, '--help', status=1)
+    assert {'--workdir', '--config'} <= {
+      *re.findall(r'^  (--\w+): ', out, re.M)
+    }
   for name in (
     'searchrl_jax.train',
     'searchrl_jax.sft',

@@ -8,6 +8,7 @@ import pathlib
 import re
 from typing import Any, NamedTuple
 
+from absl import flags
 from ml_collections import config_flags
 from rich import console, table
 
@@ -25,6 +26,9 @@ from searchrl_jax.sources.none import NoSource
 from searchrl_jax.store import checkpoint, folders, progress, records, remote
 from searchrl_jax.store.writer import Writer, environment
 from searchrl_jax.types import Question
+
+# What is defined here is the calling command's: `--help` shows it.
+flags.disclaim_key_flags()
 
 RESULTS = records.EVAL, files.ROWS, files.MANIFEST
 

@@ -131,9 +131,7 @@ sample.check = check  # type: ignore[attr-defined]
 
 def _program(name: str):
   """async (url, key, question) -> reward or None."""
-  lookup.require(
-    name, 'config.rollout.program is empty: a function or a command'
-  )
+  lookup.require(name, 'it is empty; name a function or a command')
   if ' ' in name or '/' in name:
     words = shlex.split(name)
     what = f'{words[0]!r} is no command here'

@@ -24,6 +24,9 @@ from searchrl_jax.store import records, remote
 
 _PACKAGES = ('__main__', 'searchrl_jax', 'retrieval', 'configs', 'experiments')
 
+# What is defined here is the calling command's: `--help` shows it.
+flags.disclaim_key_flags()
+
 
 def define_config():
   """Defines --config, and --data_dir, which `run` passes on."""
@@ -97,11 +100,13 @@ def define_workdir(required: bool = True, opens: dict | None = None):
 
   opens: keywords of `remote.open_run`, for a command that takes gs://.
   """
+  somewhere = ', or gs://BUCKET/FOLDER' * (opens is not None)
+  resumed = '; its run is resumed' * bool(opens and opens.get('writes'))
   holder = flags.DEFINE(
     _Workdir(opens),
     'workdir',
     None,
-    'Run folder, or gs://BUCKET/FOLDER; its run is resumed.',
+    f'Run folder{somewhere}{resumed}.',
     required=required,
   )
   flags.register_validator(

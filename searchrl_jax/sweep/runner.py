@@ -24,6 +24,9 @@ from searchrl_jax.sweep.core import Sweep
 
 SBATCH = 'experiments/cluster/sweep.sbatch'
 
+# What is defined here is the calling command's: `--help` shows it.
+flags.disclaim_key_flags()
+
 
 class SweepError(RuntimeError):
   """Stages failed; what did not need them is done."""
