@@ -48,6 +48,13 @@ class Processes:
     self.running[rank].send_signal(number)
 
 
+# As `make test` has them: a process spends most of its time compiling.
+QUICK = (
+  '--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false '
+  '--xla_cpu_parallel_codegen_split_count=1'
+)
+
+
 def start(
   count: int,
   folder: pathlib.Path,
@@ -71,7 +78,7 @@ def start(
   for rank in range(count):
     flags = f'--xla_force_host_platform_device_count={devices[rank]}'
     env = dict(os.environ, JAX_PLATFORMS='cpu', PYTHONPATH=str(ROOT))
-    env['XLA_FLAGS'] = f'{flags} --xla_backend_optimization_level=0'
+    env['XLA_FLAGS'] = f'{flags} {QUICK}'
     env |= dict(NNODES=str(count), RANK=str(rank))
     env |= dict(MASTER_ADDR='127.0.0.1', MASTER_PORT=str(port))
     env |= (own or {}).get(rank, {})
