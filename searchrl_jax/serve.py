@@ -123,6 +123,8 @@ def make(policies: Sequence[Policy], key: str, host: str = '') -> Starlette:
   host: a name of this machine, beside its addresses and localhost.
   """
   named = {policy.name: policy for policy in policies}
+  style = view.PAGE.read_text('utf-8')
+  colours = style[style.index(':root {') :].partition('\n}')[0] + '\n}'
   kept: dict[str, tuple[Policy, types.Trajectory]] = {}  # by id
 
   def chosen(fields: dict[str, Any]) -> Policy:
@@ -183,6 +185,7 @@ def make(policies: Sequence[Policy], key: str, host: str = '') -> Starlette:
   async def page(http: HttpRequest) -> Response:
     nonce = secrets.token_urlsafe(16)
     text = PAGE.read_text('utf-8').replace('{{nonce}}', nonce)
+    text = text.replace('{{colours}}', colours)
     rules = {'Content-Security-Policy': _RULES.format(nonce)}
     return HTMLResponse(text, headers=rules | {'Cache-Control': 'no-store'})
 

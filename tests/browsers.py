@@ -35,3 +35,31 @@ def chromium(profile: pathlib.Path):
   options.set_capability('goog:loggingPrefs', logs)
   service = webdriver.ChromeService(shutil.which('chromedriver'))
   return webdriver.Chrome(options=options, service=service)
+
+
+class Page:
+  """What the tests ask of a page; `shown`: what it has once it is there."""
+
+  shown = ''
+
+  def __init__(self, browser, url):
+    self._browser = browser
+    browser.get('about:blank')
+    browser.get(url)
+    self.wait(f'document.querySelector({self.shown!r})')
+
+  def js(self, code, *args):
+    return self._browser.execute_script(f'return {code}', *args)
+
+  def wait(self, condition):
+    """Until a JavaScript expression holds."""
+    self._browser.execute_async_script(
+      'const done = arguments[arguments.length - 1];'
+      f'(function look() {{ if ({condition}) done(); '
+      'else setTimeout(look, 10); })()'
+    )
+
+  def texts(self, css):
+    return self.js(
+      f'[...document.querySelectorAll({css!r})].map(x => x.textContent)'
+    )

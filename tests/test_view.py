@@ -212,30 +212,8 @@ for (const kind of ['input', 'change']) {
 """
 
 
-class Page:
-  """What the tests ask of a page."""
-
-  def __init__(self, browser, url):
-    self._browser = browser
-    browser.get('about:blank')
-    browser.get(url)
-    self.wait("document.querySelector('.segment, .error')")
-
-  def js(self, code, *args):
-    return self._browser.execute_script(f'return {code}', *args)
-
-  def wait(self, condition):
-    """Until a JavaScript expression holds."""
-    self._browser.execute_async_script(
-      'const done = arguments[arguments.length - 1];'
-      f'(function look() {{ if ({condition}) done(); '
-      'else setTimeout(look, 20); })()'
-    )
-
-  def texts(self, css):
-    return self.js(
-      f'[...document.querySelectorAll({css!r})].map(x => x.textContent)'
-    )
+class Page(browsers.Page):
+  shown = '.segment, .error'
 
   def set(self, id, value):
     self._browser.execute_script(_SET, id, value)

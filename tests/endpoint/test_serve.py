@@ -479,30 +479,8 @@ def browser(tmp_path_factory):
     yield browser
 
 
-class Page:
-  """What the tests ask of the page."""
-
-  def __init__(self, browser, url):
-    self._browser = browser
-    browser.get('about:blank')
-    browser.get(url)
-    self.wait("document.querySelector('.column, #status.error')")
-
-  def js(self, code, *args):
-    return self._browser.execute_script(f'return {code}', *args)
-
-  def wait(self, condition):
-    """Until a JavaScript expression holds."""
-    self._browser.execute_async_script(
-      'const done = arguments[arguments.length - 1];'
-      f'(function look() {{ if ({condition}) done(); '
-      'else setTimeout(look, 10); })()'
-    )
-
-  def texts(self, css):
-    return self.js(
-      f'[...document.querySelectorAll({css!r})].map(x => x.textContent)'
-    )
+class Page(browsers.Page):
+  shown = '.column, #status.error'
 
   def press(self, key, **how):
     self.js(

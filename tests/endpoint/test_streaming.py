@@ -1,4 +1,4 @@
-"""Pieces are what one call is, and text is told as soon as it is certain."""
+"""Pieces equal one call; text is sent as soon as it cannot change."""
 
 import asyncio
 import dataclasses

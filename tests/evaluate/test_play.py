@@ -1,4 +1,4 @@
-"""What is told while a question is played is what is recorded."""
+"""Events of a question that is played equal its trajectory."""
 
 import asyncio
 import itertools
@@ -56,7 +56,7 @@ def test_the_text_and_its_blocks_are_those_of_the_trajectory(tok, turns):
   events, t, player = played(tok, turns)
   told = [e for e in events if isinstance(e, Segment)]
   wanted = [s for s in t.segments if s.author != 'prompt']
-  # The prompt's note is told by nobody.
+  # There is no event for the note in the prompt.
   first = next(n for n, s in enumerate(wanted) if s.author == 'policy')
   assert runs(told) == runs(wanted[first:])
   for segment in told:  # characters come whole

@@ -5,11 +5,12 @@ import pytest
 
 from configs.methods import contexts
 from searchrl_jax import train, view
-from searchrl_jax.learn import batching, update
+from searchrl_jax.learn import batching
 from searchrl_jax.store import records
 from searchrl_jax.text.env import SearchEnv
 from searchrl_jax.text.parser import Block
 from tests import tiny
+from tests.loop.test_algorithms import run_twice
 
 pytestmark = [
   pytest.mark.slow,
@@ -73,27 +74,8 @@ def test_a_run_trains_each_sampled_token_once(kind, url, tmp_path):
   assert page.exists() and f'context_{[*reasons][0]}' in scripts
 
 
-class Killed(BaseException):
-  """Stands for a kill."""
-
-
-def test_a_killed_run_goes_on_bit_for_bit(url, tmp_path, monkeypatch, programs):
-  c = config(url, 'summary')
-  train.train(c, str(tmp_path / 'whole'))
-  real, calls = update.Updater.step, []
-
-  def killed(*args, **kw):
-    calls.append(1)
-    if len(calls) == 3:
-      raise Killed
-    return real(*args, **kw)
-
-  with monkeypatch.context() as m:
-    m.setattr(update.Updater, 'step', killed)
-    with pytest.raises(Killed):
-      train.train(c, str(tmp_path / 'cut'))
-  programs.clear()
-  train.train(c, str(tmp_path / 'cut'))
+def test_a_killed_run_goes_on_bit_for_bit(url, tmp_path, monkeypatch):
+  run_twice(config(url, 'summary'), tmp_path, monkeypatch, 3)
 
   def played(name):
     return [
@@ -105,4 +87,4 @@ def test_a_killed_run_goes_on_bit_for_bit(url, tmp_path, monkeypatch, programs):
       for r in records.read(tmp_path / name / 'trajectories')
     ]
 
-  assert played('whole') == played('cut')
+  assert played('whole') == played('killed')
