@@ -12,7 +12,7 @@ import openai
 
 BLOCK = re.compile(r'<(think|search|information|answer)>(.*?)(</\1>|\Z)', re.S)
 SEARCHES, TOKENS = 3, 24  # turns that may search; sampled tokens of a turn
-# One for all sessions: each client would read the certificates again, 20 ms.
+# One for all sessions: each client would read the certificates again.
 HTTP = httpx.Client(timeout=600, limits=httpx.Limits(max_connections=None))
 
 

@@ -2,9 +2,8 @@
 
   python -m experiments.agents.run --workdir=runs/agents [--seeds=0]
 
-One warm start, then two arms of three seeds (rows.py), some 50 minutes on 2
-cores. The same command goes on where it stopped; results.json and curves.png
-are in --out.
+One warm start, then two arms of three seeds (rows.py). The same command goes on
+where it stopped; results.json and curves.png are in --out.
 """
 
 from absl import flags

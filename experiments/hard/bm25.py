@@ -4,10 +4,9 @@
     --out=experiments/hard/bm25.json
 
 The baseline of a policy with n searches of config.source.k passages. `whole`:
-one search with the whole text, of which a server
-reads 256 words, for n k passages; `sentences`: a search with
-each of its n longest sentences. `mean` is that of the recall, as `evaluate` has
-it.
+one search with the whole text, of which a server reads 256 words, for n k
+passages; `sentences`: a search with each of its n longest sentences. `mean` is
+that of the recall, as `evaluate` has it.
 """
 
 import re
