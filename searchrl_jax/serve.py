@@ -75,14 +75,14 @@ class Policy:
   def __init__(self, name: str, player: play.Player):
     self.name, self.player = name, player
     self._tasks: set[Any] = set()
-    self._most = player.config.engine.slots + _WAITING
+    self._most, self._closing = player.config.engine.slots + _WAITING, False
 
   @contextlib.contextmanager
   def admitted(self):
     """Counts this task as one of its requests.
 
     Raises:
-      HttpError: there are too many.
+      HttpError: there are too many, or the server stops.
     """
     if len(self._tasks) >= self._most:
       what = f'{self._most} requests are under way or wait; try again later'
@@ -92,11 +92,16 @@ class Policy:
     self._tasks.add(task)
     try:
       yield
+    except asyncio.CancelledError:
+      if self._closing:
+        raise HttpError(503, 'the server is stopping') from None
+      raise
     finally:
       self._tasks.discard(task)
 
   def close(self) -> None:
     """Ends what is under way."""
+    self._closing = True
     for task in self._tasks:
       task.cancel()
 

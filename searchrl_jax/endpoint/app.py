@@ -17,6 +17,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 import contextlib
 import functools
 import json
+import re
 import socket
 import time
 from typing import Any
@@ -78,6 +79,7 @@ _NUMBERS = {
 }
 _COLD = 0.01  # below this temperature, servers raise it: it is greedy here
 _ENDED, _OBJECT = 'the session has ended', 'chat.completion'
+_HALF = re.compile('[\ud800-\udfff]')  # of a surrogate pair
 _STATUS = {
   ChatError: 400,
   RecursionError: 400,  # JSON in JSON in JSON ...
@@ -108,6 +110,14 @@ def number(body: Mapping[str, Any], name: str) -> Any:
   wrong = isinstance(value, bool) or not isinstance(value, kind)
   if wrong or not good(value):
     raise ChatError(f'{name}={value!r:.40}: {what}', name)
+  return value
+
+
+def switch(body: Mapping[str, Any], name: str) -> bool:
+  """A field that is true or false; raises ChatError if it is neither."""
+  value = body.get(name) or False
+  if not isinstance(value, bool):
+    raise ChatError(f'{name}={value!r:.40}: true or false', name)
   return value
 
 
@@ -144,8 +154,9 @@ def read(
     raise ChatError(f'tool_choice={choice!r:.40}: auto or none', 'tool_choice')
   stops = body.get('stop') or []
   stops = [stops] if isinstance(stops, str) else stops
+  # Half a surrogate pair has no bytes, in which stop strings are found.
   if not isinstance(stops, list) or not all(
-    isinstance(s, str) and s for s in stops
+    isinstance(s, str) and s and not _HALF.search(s) for s in stops
   ):
     raise ChatError(f'stop={stops!r:.40}: a text, or a list of them', 'stop')
   warm = number(body, 'temperature')
@@ -160,13 +171,15 @@ def read(
     top_p=number(body, 'top_p'),
     stops=tuple(stops),
     seed=number(body, 'seed'),
-    shows_stop=bool(body.get('include_stop_str_in_output')),
+    shows_stop=switch(body, 'include_stop_str_in_output'),
   )
   options = body.get('stream_options') or {}
+  if not isinstance(options, dict):
+    raise ChatError('stream_options: expected an object', 'stream_options')
   shown = {
-    'stream': bool(body.get('stream')),
-    'usage': isinstance(options, dict) and bool(options.get('include_usage')),
-    'logprobs': bool(body.get('logprobs')),
+    'stream': switch(body, 'stream'),
+    'usage': switch(options, 'include_usage'),
+    'logprobs': switch(body, 'logprobs'),
     'n': n,
   }
   return request, shown

@@ -124,11 +124,6 @@ class Session:
     self._busy = asyncio.current_task()
     try:
       return await self._reply(request, tell)
-    except ChatError:
-      raise
-    except Exception as error:
-      self.broken = error
-      raise
     finally:
       self._busy = None
 
@@ -144,6 +139,8 @@ class Session:
         f'{most} tokens (config.env.max_tokens)'
       )
     ids = self._ids(request, keys)
+    if not ids:
+      raise ChatError('the chat is empty: it has no tokens')
     room = most - len(ids)
     if room < 1:  # programs look for these three words of vLLM's message
       raise ChatError(
@@ -158,6 +155,9 @@ class Session:
     except asyncio.CancelledError:
       if streamed and streamed.told and not self._closed:
         self._add(record, streamed.told)
+      raise
+    except Exception as error:
+      self.broken = error
       raise
     self._add(record, done)
     said = full = tok.decode(done.ids)

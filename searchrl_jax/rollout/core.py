@@ -66,7 +66,7 @@ def trajectory_seed(*name: str | int) -> int:
 
 
 class RolloutError(RuntimeError):
-  """Too many trajectories failed; the message has the last search error."""
+  """Too many trajectories failed; the message has the last error."""
 
 
 @dataclasses.dataclass
@@ -270,7 +270,7 @@ class Services:
       raise RolloutError(
         f'{stats.failed} of {self.total} trajectories failed, more than '
         f'config.rollout.max_failed={self.config.max_failed} allows; the last '
-        f'search error: {error}'
+        f'error: {error}'
       )
     size = self.config.group
     ids = ((t.question.id, t.sample // size * size) for t in trajectories)

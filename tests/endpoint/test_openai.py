@@ -104,6 +104,8 @@ def test_errors_are_those_of_the_client():
       (dict(extra_body={'foo': 1}), 'foo'),
       (dict(temperature=9), 'temperature'),
       (dict(tools=[{'type': 'function'}]), 'tools'),
+      (dict(extra_body={'logprobs': 3}), 'logprobs'),
+      (dict(extra_body={'stream_options': 1}), 'stream_options'),
       (dict(response_format={'type': 'json_object'}), 'response_format'),
     ):
       with pytest.raises(openai.BadRequestError) as caught:

@@ -412,7 +412,7 @@ def test_the_server_ends_while_it_answers(tok, tmp_path):
       lines.append(next(each))
     lines += [line for line in each if line]
     stream.__exit__(None, None, None)
-  assert 'has ended' in lines[-2] and lines[-1] == 'data: [DONE]'
+  assert 'is stopping' in lines[-2] and lines[-1] == 'data: [DONE]'
   assert engine_of(made).opened == 0 and time.monotonic() - begin < 4
 
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 import numpy as np
 import pytest
 
+from searchrl_jax.endpoint import app
 from searchrl_jax.endpoint.sessions import Busy, Closed, Request, Session
 from searchrl_jax.engines.core import Completion, Sampling
 from searchrl_jax.learn import batching
@@ -253,6 +254,16 @@ def test_a_cancelled_request_leaves_the_session_as_it_was():
   with pytest.raises(Closed):
     asyncio.run(session.reply(Request([user('e ')])))
   assert engine.opened == 0
+
+
+def test_a_request_that_cannot_be_used_breaks_nothing():
+  session = made()
+  with pytest.raises(ChatError, match='is empty'):
+    asyncio.run(session.reply(Request([user('')])))
+  assert session.broken is None
+  half = {'messages': [user('hi')], 'stop': '\ud800'}  # legal JSON
+  with pytest.raises(ChatError, match='^stop='):
+    app.read(half)
 
 
 def test_limits_are_errors_of_the_request():
