@@ -864,12 +864,12 @@ def test_prompts_longer_than_one_prefill(monkeypatch):
 # --- The driver.
 
 
-def slow(monkeypatch, engine):
+def slow(monkeypatch, engine, seconds=0.02):
   """Makes each chunk take a while."""
   real = engine._device.decode
 
   def decode_slowly(state):
-    time.sleep(0.02)
+    time.sleep(seconds)
     return real(state)
 
   monkeypatch.setattr(engine._device, 'decode', decode_slowly)
@@ -916,6 +916,30 @@ def test_a_run_that_ends_in_the_middle_harms_no_later_one(monkeypatch):
   again = asyncio.run(engine.generate(handle, sampling))
   fresh = asyncio.run(once(engine, handle.ids[:7], sampling))
   assert again.ids.tolist() == fresh.ids.tolist()
+
+
+def test_a_chunk_begins_when_those_who_come_back_at_once_are_back(monkeypatch):
+  """Two callers of 4 turns, of a chunk each, that pause in between.
+
+  The first pause tells the engine that they are soon back: the second caller is
+  one chunk late there, and then their turns are played together.
+  """
+  engine = make_engine(slots=2, chunk=4)
+  slow(monkeypatch, engine, 0.4)
+
+  async def caller(n):
+    handle = engine.open(prompt(engine, seed=n))
+    for turn in range(4):
+      await engine.generate(handle, Sampling(max_tokens=4, seed=turn))
+      await asyncio.sleep(0.02 * (n + 1))
+    engine.close(handle)
+
+  async def main():
+    await asyncio.gather(caller(0), caller(1))
+
+  asyncio.run(main())
+  chunks = engine.stats()['decode_steps'] / 4
+  assert chunks == 1 + 4  # 1 + 3 + 3 if each slot waits for its next chunk
 
 
 def test_no_nan_of_old_weights_is_left_in_the_caches():

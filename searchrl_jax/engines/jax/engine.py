@@ -16,6 +16,7 @@ import asyncio
 import bisect
 from concurrent import futures
 import dataclasses
+import math
 import operator
 import threading
 import time
@@ -71,6 +72,7 @@ class JaxEngine(core.Engine):
     self._held = False  # between sync and resume
     self._waiting: list[Request] = []  # by rank, then by arrival
     self._active: dict[int, Request] = {}  # slot -> request
+    self._pause = math.inf  # seconds between calls of a handle, as of late
     self._driver: asyncio.Task | None = None
     self._loop: asyncio.AbstractEventLoop | None = None
     self._lock = threading.Lock()  # held while the device state changes
@@ -118,6 +120,10 @@ class JaxEngine(core.Engine):
     self._check_sampling(handle, sampling)
     request = Request(handle, sampling, self._enter().create_future())
     handle.busy = True
+    if handle.ended:
+      pause = time.monotonic() - handle.ended
+      last = self._pause if math.isfinite(self._pause) else pause
+      self._pause = 0.9 * last + 0.1 * pause
     self._enqueue(request)
     try:
       await request.future
@@ -230,7 +236,7 @@ class JaxEngine(core.Engine):
         plan = self._plan()
         if not self._active:
           return  # all requests wait for a handle to be closed
-        slots = list(self._active.items())
+        slots, begin = list(self._active.items()), time.monotonic()
         result = await self._loop.run_in_executor(
           self._worker, self._execute, plan, self._state()
         )
@@ -240,11 +246,26 @@ class JaxEngine(core.Engine):
         # them run before the next chunk starts.
         for _ in range(3):
           await asyncio.sleep(0)
+        ended = [r.handle for _, r in slots if r.future.done()]
+        await self._wait_for(ended, time.monotonic() - begin)
     except Exception as error:  # passed to every caller
       self._fail(error)
     except BaseException:
       self._fail(EngineError('the engine was stopped'))
       raise
+
+  async def _wait_for(self, handles: list[Handle], seconds: float) -> None:
+    """Waits for the next calls of handles whose calls have just ended.
+
+    A caller that comes a moment too late (its search goes over HTTP) leaves its
+    slot idle for a whole chunk of `seconds`. Waiting costs all slots, so it
+    lasts as long as their share of the chunk, if callers usually are faster.
+    """
+    limit = seconds * len(handles) / self._table.room.slots
+    until = time.monotonic() + limit * (self._pause < limit)
+    away = lambda handle: not handle.busy and not handle.closed
+    while time.monotonic() < until and any(map(away, handles)):
+      await asyncio.sleep(1e-3)
 
   def _fail(self, error: Exception) -> None:
     """Ends every call with `error` and drops the caches."""
@@ -351,6 +372,7 @@ class JaxEngine(core.Engine):
           r.handle.cached = r.length - 1
         r.handle.computed = r.length - 1
         r.future.set_result(None)
+        r.handle.ended = time.monotonic()
         del self._active[slot]
 
   # In the worker thread.

@@ -70,6 +70,7 @@ class Handle(handles.Handle):
     # [start, stop) of each prefill after the prompt. `cached` may be less.
     self.pieces: tuple[tuple[int, int], ...] = ()
     self.computed = 0  # the maximum of `cached` over all versions
+    self.ended = 0.0  # when its last call ended (time.monotonic)
 
 
 class Request(handles.Request):
