@@ -11,7 +11,7 @@ from searchrl_jax import lookup, schema
 from searchrl_jax.data import checks as data
 from searchrl_jax.devices import cluster
 from searchrl_jax.engines import core as engines
-from searchrl_jax.learn import batching, credit, objectives, optim
+from searchrl_jax.learn import batching, credit, objectives, optim, teacher
 from searchrl_jax.lookup import ConfigError
 from searchrl_jax.rewards import core as rewards
 from searchrl_jax.rewards import equivalence
@@ -106,11 +106,18 @@ def check(config: ConfigDict) -> None:
     f'config.critic.path={c.path!r} with config.model.lora: the critic has '
     "adapters of its own on the policy's parameters; leave it empty",
   )
+  teacher.check(config)
+  context = config.teacher.context
+  lookup.require(
+    ('delta' in taken) == bool(context),
+    f'{advantage} {"needs a" if "delta" in taken else "has no use for a"} '
+    f'teacher, and config.teacher.context={context!r}: see learn/teacher.py',
+  )
   optim.schedule(c, optim.critic_updates(config), 'config.critic')
   # Seen token by token or turn by turn, equal returns can differ.
   lookup.require(
     not a.drop_zero_variance
-    or (grouped and not {'mask', 'structure'} & {*taken}),
+    or (grouped and not {'mask', 'structure', 'delta'} & {*taken}),
     'config.algorithm.drop_zero_variance leaves out groups of equal rewards, '
     f'which have a gradient with {advantage}: set it to False',
   )
@@ -145,11 +152,15 @@ def check(config: ConfigDict) -> None:
 
 
 def _users(config: ConfigDict) -> list[tuple]:
-  """(field, function, its fields) of the advantage and of the loss."""
+  """(field, function, its fields) of advantage, loss and teacher."""
   a, where = config.algorithm, 'config.algorithm'
   advantage = credit.function(a.advantage), a.advantage_kw
   loss = objectives.policy_loss(a)
-  return [(f'{where}.advantage', *advantage), (f'{where}.loss', *loss)]
+  used = [(f'{where}.advantage', *advantage), (f'{where}.loss', *loss)]
+  if config.teacher.context:
+    hints = teacher.context(config.teacher), config.teacher.context_kw
+    used.append(('config.teacher.context', *hints))
+  return used
 
 
 def check_data(config: ConfigDict, questions: Sequence[Question]) -> None:

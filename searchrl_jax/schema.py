@@ -15,7 +15,7 @@ from ml_collections import ConfigDict
 from searchrl_jax import lookup
 
 _PARTS = (
-  'model mesh data env source engine rollout judge algorithm critic '
+  'model mesh data env source engine rollout judge algorithm teacher critic '
   'batch optim sft train checkpoint eval log'
 )
 
@@ -34,6 +34,7 @@ CHOICES = {
   'algorithm.kl_estimator': ('k1', 'k2', 'k3'),
   'algorithm.tis': ('none', 'token', 'sequence'),
   'algorithm.tis_mode': ('cap', 'mask'),
+  'teacher.weights': ('live', 'frozen', 'copy', 'ema'),
   'critic.schedule': ('constant', 'linear', 'cosine'),
   'optim.schedule': ('constant', 'linear', 'cosine'),
   'sft.schedule': ('constant', 'linear', 'cosine'),
@@ -50,7 +51,7 @@ RANGES = (
     'rollout.search_attempts batch.head_chunk algorithm.epochs engine.slots '
     'engine.max_len engine.chunk engine.prefill_rows engine.attempts '
     'env.max_turn_tokens env.max_tokens env.max_contexts env.attempts '
-    'sft.rows eval.n eval.bootstrap '
+    'sft.rows eval.n eval.bootstrap teacher.every '
     'judge.attempts judge.concurrency judge.max_tokens '
     'source.simulator.attempts '
     'source.simulator.concurrency source.simulator.max_tokens '
@@ -76,7 +77,11 @@ RANGES = (
     'above 0',
   ),
   ('source.simulator.base', lambda x: x >= 1.001, 'at least 1.001'),
-  ('eval.top_p batch.loss_fraction', lambda x: 0 < x <= 1, 'above 0 to 1'),
+  (
+    'eval.top_p batch.loss_fraction teacher.rate',
+    lambda x: 0 < x <= 1,
+    'above 0 to 1',
+  ),
   (
     'rollout.max_failed judge.max_failed algorithm.tis_floor '
     'source.simulator.noise_from source.simulator.noise_to '
@@ -350,6 +355,16 @@ def base() -> ConfigDict:
   c.algorithm.minibatches = 1  # optimizer updates in a step (per epoch)
   c.algorithm.epochs = 1  # passes over a step's trajectories
   c.algorithm.drop_zero_variance = False  # leave such groups out of the batch
+
+  # The policy with a prompt that tells it more (learn/teacher.py), for
+  # advantages that take `delta`.
+  c.teacher.context = ''  # in teacher.py, or a dotted path; '' = there is none
+  c.teacher.context_kw = ConfigDict()  # that function's own fields
+  c.teacher.frame = '{text} {hint}'  # the question's text with the hint
+  c.teacher.others = False  # the hint of another question: a control
+  c.teacher.weights = 'live'  # live, frozen, copy, ema
+  c.teacher.every = 50  # steps between two copies
+  c.teacher.rate = 0.05  # of 'ema', which each step takes
 
   # The critic of advantage='gae': a backbone and a value head of its own.
   c.critic.path = ''  # a Hugging Face folder; '' = as the policy starts

@@ -16,7 +16,7 @@ from searchrl_jax import checks
 from searchrl_jax.data import core as data
 from searchrl_jax.engines.weights import sync
 from searchrl_jax.evaluate import grading, health
-from searchrl_jax.learn import advantages, batching, credit
+from searchrl_jax.learn import advantages, batching, credit, teacher
 from searchrl_jax.learn.learner import Learner
 from searchrl_jax.models import parameters
 from searchrl_jax.rewards import core as rewards
@@ -96,7 +96,10 @@ def _train(config, workdir: str) -> dict[str, float]:
         batch = batching.of_step(
           groups, reward, config, shards=learner.shards, seed=seed
         )
-      outputs = learner.outputs(batch.minibatches, run.writer.timer)
+        taught = teacher.rows(
+          batch, config, env, shards=learner.shards, seed=seed
+        )
+      outputs = learner.outputs(batch, run.writer.timer, taught=taught)
       given = credit.assign(config, batch, **outputs._asdict(), greedy=baseline)
 
       # Advantages -> loss -> update; `end_step` publishes the weights.

@@ -74,7 +74,7 @@ def held(
   Args:
     logps, old_logps, behaviour_logps, advantages, mask: [B, T], a trajectory in
       each row; see `losses.clip`, which the fields without `llds_` are of.
-    llds_gate: 'run' or 'row', over which the fall is summed.
+    llds_gate: 'token', 'run' or 'row', over which the fall is summed.
     llds_zero: whether an advantage of 0 is good.
     llds_tolerance: a change of a token that counts as none, in nats.
   """
@@ -96,7 +96,9 @@ def held(
 
 
 def of_runs(x, good, gate: str):
-  """The sum of x [B, T] over the run of each token, or over its row."""
+  """The sum of x [B, T] over the run of each token, over its row, or x."""
+  if gate == 'token':
+    return x
   if gate == 'row':
     return jnp.broadcast_to(x.sum(-1, keepdims=True), x.shape)
   first = good & ~jnp.pad(good[:, :-1], ((0, 0), (1, 0)))

@@ -150,7 +150,7 @@ def update(config, out, small) -> dict:
       batch = batching.of_step(
         groups, reward, config, shards=learner.shards, seed=(config.seed, i)
       )
-    outputs = learner.outputs(batch.minibatches, timer)
+    outputs = learner.outputs(batch, timer)
     given = credit.assign(config, batch, **outputs._asdict(), greedy=None)
     learned = learner.update(batch.minibatches, outputs, given, run)
     rows.append(

@@ -109,6 +109,8 @@ def role_config(config: ConfigDict, role: str) -> ConfigDict:
     out.rollout.sampler = 'chains'  # rewards of proposals need answers
   if 'critic' not in credit.needs(out.algorithm.advantage):
     out.critic.lr = 0.0
+  if 'delta' not in credit.needs(out.algorithm.advantage):
+    out.teacher.context = ''
   return out
 
 

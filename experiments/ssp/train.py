@@ -28,7 +28,7 @@ from searchrl_jax.data import core as data
 from searchrl_jax.data.checks import require_needs
 from searchrl_jax.engines.weights import sync
 from searchrl_jax.evaluate import grading
-from searchrl_jax.learn import batching, credit
+from searchrl_jax.learn import batching, credit, teacher
 from searchrl_jax.learn.learner import Learner
 from searchrl_jax.models import parameters
 from searchrl_jax.rewards import core as rewards
@@ -278,15 +278,19 @@ def _train(config, workdir: str) -> dict[str, float]:
       for i, (role, c) in enumerate(roles.items()):
         if role == SOLVER and run.step < s.solver_from or not groups[role]:
           continue
+        seed = config.seed, run.step, i
         with run.writer.timer('batch'):
           batch = batching.of_step(
             groups[role],
             found.reward[role],
             c,
             shards=learner.shards,
-            seed=(config.seed, run.step, i),
+            seed=seed,
           )
-        outputs = learner.outputs(batch.minibatches, run.writer.timer, role)
+          taught = teacher.rows(
+            batch, c, envs[role], shards=learner.shards, seed=seed
+          )
+        outputs = learner.outputs(batch, run.writer.timer, role, taught)
         given = credit.assign(c, batch, **outputs._asdict(), greedy=None)
         learned = learner.update(batch.minibatches, outputs, given, run, role)
         learned |= given.metrics | dict(batch.counts)

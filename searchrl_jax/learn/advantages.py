@@ -20,6 +20,8 @@ keyword. These arrays are:
       `batching.tokens_of` has them.
     critic: B float arrays [n]: at a loss token, the critic's value of what
       stands before it. Elsewhere anything, NaN included (`gae`).
+    delta: B float arrays [n]: log-prob of each loss token by the teacher, less
+      that by the policy; 0 without a teacher (learn/teacher.py).
     structure: the `structure.Structure` of the batch: segments and their
       spans, turns, passages, and labels to group turns by (`turn_normalised`).
 
@@ -60,7 +62,7 @@ from searchrl_jax.text.structure import Structure
 
 NAMES = (
   'grpo dr_grpo rloo reinforce whitened whitened_tokens reinforce_pp_baseline '
-  'lite_ppo remax gae turn_normalised'
+  'lite_ppo remax gae turn_normalised distilled'
 ).split()
 
 
@@ -374,6 +376,34 @@ def turn_normalised(
   return structure.over_tokens(structure.discounted(z, gamma))
 
 
+def distilled(
+  values,
+  valid,
+  group_ids,
+  delta,
+  *,
+  scale: float,
+  outcome: float,
+  eps: float,
+  ddof: int,
+):
+  """A_t = scale delta_t + outcome A, with A of `grpo`.
+
+  With outcome 0 the expected gradient is that of the reverse KL to the teacher,
+  without what a token changes for later ones (on-policy distillation). A
+  trajectory without a teacher has delta 0.
+
+  Args:
+    values, valid, group_ids, delta: see the module.
+  """
+  whole = outcome * normalised(values, valid, group_ids, eps=eps, ddof=ddof)
+  return [
+    (ok * (scale * d + a)).astype(np.float32)
+    for d, a, ok in zip(delta, whole, np.asarray(valid, bool), strict=True)
+  ]
+
+
+distilled.divides_by_spread = True  # type: ignore[attr-defined]
 _divides = (grpo, reinforce_pp_baseline, lite_ppo, turn_normalised)
 for _fn in _divides:
   _fn.divides_by_spread = True  # type: ignore[attr-defined]

@@ -17,7 +17,7 @@ from searchrl_jax.rewards import core as rewards
 from searchrl_jax.text import structure
 
 # What an advantage function may take besides values, valid and group_ids.
-ARRAYS = ('greedy', 'mask', 'critic', 'structure')
+ARRAYS = ('greedy', 'mask', 'critic', 'structure', 'delta')
 
 
 def function(name: str) -> Callable:
@@ -50,7 +50,9 @@ class Credit(NamedTuple):
   metrics: dict[str, float]
 
 
-def assign(config, batch: StepBatch, *, old, ref, values, greedy) -> Credit:
+def assign(
+  config, batch: StepBatch, *, old, ref, values, greedy, delta=None
+) -> Credit:
   """The advantages of a step's trajectories, and what its critic learns.
 
   Args:
@@ -59,6 +61,7 @@ def assign(config, batch: StepBatch, *, old, ref, values, greedy) -> Credit:
     old, ref, values: log-probs of the trainer and of the reference, and the
       critic's values: an array [B, T] for each microbatch, nested as the
       minibatches are; None where they are not needed.
+    delta: what the teacher says of each token (`teacher.Deltas`), or None.
     greedy: returns of greedy answers, one for each group, or None.
   """
   a = config.algorithm
@@ -80,6 +83,9 @@ def assign(config, batch: StepBatch, *, old, ref, values, greedy) -> Credit:
   arrays = {'mask': masks, 'greedy': greedy}
   if 'structure' in taken:
     arrays['structure'] = structure.of(batch.trajectories, masks)
+  if delta is not None:
+    arrays['delta'] = delta.values
+    metrics |= delta.metrics
   if values is not None:
     arrays['critic'] = batching.unpacked(minibatches, values, masks)
   # To an advantage, what is left out of the batch is not valid: its KL is not

@@ -13,18 +13,22 @@ import numpy as np
 
 from searchrl_jax import lookup
 from searchrl_jax.learn import batching, objectives, optim, update
+from searchrl_jax.learn import credit as credits
 from searchrl_jax.learn import critic as critics
+from searchrl_jax.learn import teacher as teachers
 from searchrl_jax.learn.credit import Credit
 from searchrl_jax.models import flops, lora, parameters, pretrained
 from searchrl_jax.rewards import core as rewards
 
 
 class Outputs(NamedTuple):
-  """Arrays [B, T], one for each microbatch of each minibatch."""
+  """Of a step before its first update; the lists have an array [B, T] for each
+  microbatch of each minibatch."""
 
-  old: list  # log-probs before the step's first update; None: not needed
+  old: list  # log-probs of the policy; None: not needed
   ref: list  # of the reference policy; None: not needed
   values: list | None  # of the critic
+  delta: teachers.Deltas | None  # of the teacher
 
 
 class Learner:
@@ -69,8 +73,12 @@ class Learner:
       self._updaters[role] = self.updater = update.Updater(
         cfg, config.batch, objective=goal, **shared
       )
-    self._has_ref = not supervised and any(
-      c.algorithm.kl != 'none' for c in self._roles.values()
+    teacher = config.teacher
+    weights = teacher.weights if teacher.context and not supervised else 'live'
+    self._teacher_weights = weights
+    self._has_ref = not supervised and (
+      weights == 'frozen'
+      or any(c.algorithm.kl != 'none' for c in self._roles.values())
     )
     self._critic = None
     if config.critic.lr and not supervised:
@@ -104,7 +112,13 @@ class Learner:
 
   def like(self) -> dict:
     critic = self._critic and self._critic.abstract
-    return {'state': self.updater.abstract, 'critic': critic}
+    tree = {'state': self.updater.abstract, 'critic': critic}
+    return tree | self._own_teacher(self.updater.shapes)
+
+  def _own_teacher(self, params) -> dict:
+    """Those of a teacher whose weights change apart from the policy's."""
+    own = self._teacher_weights in ('copy', 'ema')
+    return {'teacher': params} if own else {}
 
   @property
   def fixed(self) -> dict[str, dict]:
@@ -115,6 +129,7 @@ class Learner:
     self._freeze(fixed[parameters.BASE])
     self._ref = fixed['reference']
     self._state, self._critic_state = tree['state'], tree['critic']
+    self._teacher = tree.get('teacher')
 
   def start(self, params: Any) -> None:
     """From these parameters; a critic, from config.critic.path or the same.
@@ -129,6 +144,7 @@ class Learner:
     # alone if there are any.
     trained = self._state.params
     self._ref = update.copy(trained) if self._has_ref else {}
+    self._teacher = self._own_teacher(update.copy(trained)).get('teacher')
     self._critic_state = None
     if self._critic:
       path = self._config.critic.path
@@ -140,7 +156,8 @@ class Learner:
       self._critic_state = self._critic.init(fresh)
 
   def tree(self) -> dict:
-    return {'state': self._state, 'critic': self._critic_state}
+    tree = {'state': self._state, 'critic': self._critic_state}
+    return tree | self._own_teacher(self._teacher)
 
   def compile(self) -> dict[str, update.Updater]:
     """Compiles every program from shapes; returns the updaters by role.
@@ -163,11 +180,19 @@ class Learner:
     """Whether log-probs before the step's first update are computed."""
     algorithm = self._roles[role].algorithm
     objective = self._updaters[role].objective
-    return objective.needs_old or algorithm.kl == 'reward'
+    taught = 'delta' in credits.needs(algorithm.advantage)
+    return objective.needs_old or algorithm.kl == 'reward' or taught
 
-  def outputs(self, minibatches: Sequence, timer, role: str = '') -> Outputs:
-    """Log-probs and values of the microbatches before they are trained on."""
+  def outputs(
+    self,
+    batch: batching.StepBatch,
+    timer,
+    role: str = '',
+    taught: teachers.Rows | None = None,
+  ) -> Outputs:
+    """Log-probs and values of a step's rows, and of those of its teacher."""
     config, updater = self._roles[role], self._updaters[role]
+    minibatches, delta = batch.minibatches, None
     none = [None] * len(minibatches)
 
     def of(wanted, updater, params):
@@ -179,7 +204,13 @@ class Learner:
       values = None
       if config.critic.lr:
         values = self._critic.outputs(self._critic_state.params, minibatches)
-    return Outputs(old, ref, values)
+      if taught is not None:
+        params = {'live': self._state.params, 'frozen': self._ref}
+        params = params.get(self._teacher_weights, self._teacher)
+        told = updater.outputs(params, taught.minibatches)
+        own = batching.unpacked(minibatches, old, batch.masks)
+        delta = teachers.deltas(taught, told, own, batch.masks)
+    return Outputs(old, ref, values, delta)
 
   def update(
     self, minibatches: Sequence, outputs: Outputs, credit: Credit, run, role=''
@@ -227,10 +258,18 @@ class Learner:
           self._flops += flops.update_flops(self.cfg, mini)
           metrics |= learned
         per_update.append(metrics)
+    self._move_teacher(run.step)
     names = per_update[0] if per_update else ()
     found = {name: [metrics[name] for metrics in per_update] for name in names}
     join = lambda name: np.max if name.endswith('_max') else rewards.mean
     return {name: join(name)(values) for name, values in found.items()}
+
+  def _move_teacher(self, step: int) -> None:
+    teacher, new = self._config.teacher, self._state.params
+    if self._teacher_weights == 'ema':
+      self._teacher = _towards(self._teacher, new, np.float32(teacher.rate))
+    elif self._teacher_weights == 'copy' and (step + 1) % teacher.every == 0:
+      self._teacher = update.copy(new)
 
   def _move_schedules(self, role: str, step: int) -> None:
     """To where a role's updates of a step begin, if none of any fell away."""
@@ -275,6 +314,12 @@ class Learner:
     share = done / seconds / self._peak if self._peak and seconds else 0.0
     last = max(optim.scheduled(self._state.opt_state) - 1, 0)
     return {'train/lr': float(rate(last)), 'train/mfu': share}
+
+
+@jax.jit
+def _towards(old, new, rate):
+  """old + rate (new - old), of trees of parameters."""
+  return jax.tree.map(lambda a, b: a + rate.astype(a.dtype) * (b - a), old, new)
 
 
 def own_optim(config: ConfigDict, part: ConfigDict) -> ConfigDict:

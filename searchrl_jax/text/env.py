@@ -155,14 +155,8 @@ class SearchEnv:
       ValueError: the prompt is too long for env.max_tokens, or
         data.prompt='as_is' and the question has no messages.
     """
-    turns = self.config.max_turns
-    asked = self.template, question, self.prompt_mode, self.tokenizer
-    tools = self._calls.schemas if self._calls and turns else ()
-    # The note for a first turn that is the last stands before a reply begins.
-    reply = not self._calls or turns > 0
-    parts = untrusted.prompt_parts(*asked, tools, reply)
-    ids = self.tokenizer.encode_parts(parts, start=True)
-    note = [] if turns else self._note
+    parts, ids = self.prompt(question)
+    note = [] if self.config.max_turns else self._note
     added = (ids, 'prompt', 'other'), (note, 'environment', 'other')
     segments = _append((), agent, added)
     ids = (*ids, *note)
@@ -189,6 +183,16 @@ class SearchEnv:
       pending=Done('tokens'),
     )
     return _next(state, self._generate(state, prompt=types.Prompt(ids)))
+
+  def prompt(self, question: types.Question):
+    """The prompt: its parts (`untrusted.prompt_parts`) and its ids."""
+    turns = self.config.max_turns
+    asked = self.template, question, self.prompt_mode, self.tokenizer
+    tools = self._calls.schemas if self._calls and turns else ()
+    # The note for a first turn that is the last stands before a reply begins.
+    reply = not self._calls or turns > 0
+    parts = untrusted.prompt_parts(*asked, tools, reply)
+    return parts, self.tokenizer.encode_parts(parts, start=True)
 
   def step(self, state: State, event) -> tuple[State, Action]:
     """Processes the event (`states.Event`) that the pending action waits for.

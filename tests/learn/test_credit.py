@@ -97,6 +97,7 @@ def test_every_array_has_who_takes_it():
     'remax': ('greedy',),
     'gae': ('mask', 'critic'),
     'turn_normalised': ('mask', 'structure'),
+    'distilled': ('delta',),
   }
 
 
@@ -352,7 +353,7 @@ def test_a_step_keeps_what_can_be_used_if_that_is_nothing_too(data):
   run = types.SimpleNamespace(step=0, check_finite=lambda *_: None)
   run.writer = types.SimpleNamespace(timer=lambda _: contextlib.nullcontext())
   batch = batching.of_step(GROUPS, reward, c, shards=1, seed=0)
-  outputs = own.outputs(batch.minibatches, run.writer.timer)
+  outputs = own.outputs(batch, run.writer.timer)
   found = credit.assign(
     c, batch, **outputs._asdict(), greedy=np.array([np.nan, 1.0])
   )

@@ -1,0 +1,264 @@
+"""A teacher: the policy with a prompt that tells it more.
+
+It scores the tokens that the policy wrote, observations between them included,
+and samples nothing. `delta` of an advantage function is, for each loss token,
+
+    delta_t = log T(a_t) - log S(a_t)
+
+of the teacher T and of the policy S before the step's first update, both
+without gradient. It is 0 where there is no teacher: for a trajectory without a
+hint, with several contexts, or too long with the hint for config.batch.lengths.
+
+config.teacher.context names what gives the hints of a group, a function of this
+module or any other by its dotted path:
+
+    f(group, returns, env, **config.teacher.context_kw) -> a hint, or None, for
+    each trajectory
+
+returns: float [G], what each earned, NaN if it is in no batch. A hint stands in
+the question's text, by config.teacher.frame, and is outside text as that is. An
+attribute `needs` is that of other functions (`data.checks.require_needs`).
+config.teacher.others = True gives every trajectory the hint that one of another
+question has: a control.
+
+config.teacher.weights are those of the policy ('live'), those it started with
+('frozen'), its weights of every `every`-th step ('copy'), or their average, of
+which each step takes `rate` ('ema').
+"""
+
+from collections.abc import Callable, Sequence
+import dataclasses
+import itertools
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from searchrl_jax import lookup, types
+from searchrl_jax.learn import batching
+from searchrl_jax.learn.batching import StepBatch
+from searchrl_jax.types import Trajectory
+
+FRAME = '{text}', '{hint}'
+
+
+class Rows(NamedTuple):
+  """What a teacher scores: B trajectories, of which some are in minibatches."""
+
+  trajectories: Sequence[Trajectory]
+  taught: np.ndarray  # bool [B]
+  minibatches: list
+  too_long: int  # hints that did not fit
+
+
+class Deltas(NamedTuple):
+  values: list[np.ndarray]  # B float32 arrays [n]
+  metrics: dict[str, float]
+
+
+def context(config) -> Callable:
+  """The function that config.teacher.context names.
+
+  Raises:
+    ConfigError: there is none.
+  """
+  with lookup.of(f'config.teacher.context={config.context!r}'):
+    return lookup.function('searchrl_jax.learn', config.context, 'teacher')
+
+
+def check(config) -> None:
+  """Refuses fields of config.teacher that cannot work, and unused ones.
+
+  Raises:
+    ConfigError: names the field.
+  """
+  c = config.teacher
+  if not c.context:
+    return
+  lookup.require_fields('config.teacher.context_kw', context(c), c.context_kw)
+  what = f'config.teacher.frame={c.frame!r} needs {" and ".join(FRAME)}'
+  lookup.require(all(part in c.frame for part in FRAME), what)
+
+
+def rows(batch: StepBatch, config, env, *, shards: int, seed) -> Rows | None:
+  """The rows of a step's teacher; None if the config has none.
+
+  Args:
+    batch: of the step.
+    config: the whole.
+    env: the `SearchEnv` that made the prompts.
+    shards, seed: those of `batch`. With the policy's own prompts the rows are
+      those of `batch`, and so are the programs: every delta is 0.
+  """
+  c = config.teacher
+  if not c.context:
+    return None
+  hints, longest = _hints(batch, c, env), config.batch.lengths[-1]
+  told, taught, too_long = [*batch.trajectories], batch.kept.copy(), 0
+  for i, hint in enumerate(hints):
+    taught[i] &= hint is not None and not told[i].contexts
+    if taught[i]:
+      told[i] = _told(told[i], hint, c.frame, env)
+      taught[i] = sum(len(s.ids) for s in told[i].trained) <= longest
+      too_long += not taught[i]
+  minis = batching.make(
+    told,
+    taught,
+    batch.group_ids,
+    config.batch,
+    config.algorithm.minibatches,
+    shards=shards,
+    contexts=config.env.max_contexts,
+    seed=seed,
+  )
+  return Rows(told, taught, minis, too_long)
+
+
+def _hints(batch: StepBatch, c, env) -> list[str | None]:
+  fn, hints, first = context(c), [], 0
+  returns = np.where(batch.kept, batch.returns, math.nan)
+  for group in batch.groups:
+    of_group = returns[first : first + len(group)]
+    hints.append([*fn(group, of_group, env, **c.context_kw)])
+    first += len(group)
+  if c.others:
+    # Of the next question, around the end; each that has a hint gets another.
+    known = [[h for h in of_group if h is not None] for of_group in hints]
+    for g, of_group in enumerate(hints):
+      others = itertools.chain(*known[g + 1 :], *known[:g])
+      other = itertools.cycle([*others] or [None])
+      hints[g] = [None if h is None else next(other) for h in of_group]
+  return [*itertools.chain(*hints)]
+
+
+def _told(t: Trajectory, hint: str, frame: str, env) -> Trajectory:
+  """The trajectory behind a prompt with the hint."""
+  show = lambda text: frame.format(text=text, hint=hint).strip(' ')
+  q = t.question
+  messages = [dict(m) for m in q.messages]
+  for m in [m for m in messages if m['role'] == 'user'][-1:]:
+    m['content'] = show(m['content'])
+  asked = dataclasses.replace(q, text=show(q.text), messages=(*messages,))
+  ids = np.asarray(env.prompt(asked)[1], np.int32)
+  prompt = types.Segment(ids, 'prompt', 'other', t.trained[0].agent, False)
+  return dataclasses.replace(t, train_context=(prompt, *_response(t)))
+
+
+def _response(t: Trajectory) -> tuple:
+  return tuple(s for s in t.trained if s.author != 'prompt')
+
+
+def deltas(
+  rows: Rows, scored: Sequence, old: Sequence[np.ndarray], masks
+) -> Deltas:
+  """What the teacher says of each token.
+
+  Args:
+    rows: of the step.
+    scored: log-probs [B, T] of its microbatches, nested as they are.
+    old: B arrays [n] of the policy (`batching.unpacked`).
+    masks: B bool arrays [n], of the policy's rows.
+  """
+  told = batching.masks(rows.trajectories)
+  teacher, values = batching.unpacked(rows.minibatches, scored, told), []
+  for t, ok, new, own, mask in zip(
+    rows.trajectories, rows.taught, teacher, old, masks, strict=True
+  ):
+    delta = np.zeros(len(own), np.float32)
+    n = sum(len(s.ids) for s in _response(t)) if ok else 0
+    if n:
+      delta[-n:] = np.where(mask[-n:], new[-n:] - own[-n:], 0.0)
+    values.append(delta)
+  taught = [m for m, ok in zip(masks, rows.taught) if ok]
+  tokens = sum(int(m.sum()) for m in taught)
+  size = sum(float(np.abs(d).sum()) for d in values)
+  return Deltas(
+    values,
+    {
+      'teacher_rows': float(rows.taught.sum()),
+      'teacher_too_long': float(rows.too_long),
+      'teacher_delta_abs': size / max(tokens, 1),
+    },
+  )
+
+
+# Hints.
+
+
+def own(group, returns, env):
+  """Nothing more: a control, for which every delta is 0."""
+  del returns, env
+  return [''] * len(group)
+
+
+def anchors(group, returns, env, *, right: float, wrong: str):
+  """For one that is not right: its answer, and passages without the true one.
+
+  The passages of `Question.supporting` that any trajectory of the group has
+  read, each without the golden answers.
+
+  Args:
+    right: return from which a trajectory is right.
+    wrong: text before its own answer.
+  """
+  question = group[0].question
+  read = {
+    p.id: p.text
+    for t in group
+    for s in t.calls(types.SEARCH)
+    if isinstance(s, types.SearchResult)
+    for p in s.passages
+  }
+  texts = [read[i] for i in question.supporting if i in read]
+  for answer in sorted(question.answers, key=len, reverse=True):
+    texts = [' '.join(text.replace(answer, ' ').split()) for text in texts]
+  hints: list[str | None] = []
+  for t, earned in zip(group, returns, strict=True):
+    said = f'{wrong} {env.answer(t) or ""}'.strip()
+    hints.append(None if earned >= right else ' '.join([*texts, said]))
+  return hints
+
+
+anchors.needs = ('supporting', 'answers')  # type: ignore[attr-defined]
+
+
+def sibling(group, returns, env, *, right: float, fewest: bool):
+  """What another trajectory of the group wrote and read that was right.
+
+  A sole success gets none: it would be told its own reply.
+
+  Args:
+    right: return from which a trajectory is right.
+    fewest: that with the fewest searches; False: the first.
+  """
+  good = [i for i, earned in enumerate(returns) if earned >= right]
+  if fewest:
+    good.sort(key=lambda i: len(group[i].searches))
+  hints: list[str | None] = []
+  for i in range(len(group)):
+    chosen = next((j for j in good if j != i), None)
+    text = None
+    if chosen is not None:
+      ids = [x for s in _response(group[chosen]) for x in s.ids.tolist()]
+      text = env.tokenizer.decode(ids).strip()
+    hints.append(text)
+  return hints
+
+
+def from_data(group, returns, env, *, key: str):
+  """What Question.meta[key] says: a text, or texts in any nesting."""
+  del returns, env
+  return [' '.join(_words(t.question.meta[key])) for t in group]
+
+
+def _words(value) -> list[str]:
+  if isinstance(value, str):
+    return [value]
+  return [word for part in value for word in _words(part)]
+
+
+def _key(fields):
+  return (f'meta.{fields["key"]}',)
+
+
+from_data.needs = _key  # type: ignore[attr-defined]

@@ -1,0 +1,45 @@
+"""SDPO: who gets a teacher, and what it reads."""
+
+import numpy as np
+
+from configs.methods import sdpo
+from searchrl_jax import checks
+from searchrl_jax.learn import batching, teacher
+from searchrl_jax.types import Rewards
+from tests.methods import group as hand
+
+
+def test_rows_without_another_right_one_learn_nothing():
+  c = sdpo.get_config()
+  c.batch.lengths = (1024,)
+  group = (hand.RIGHT, hand.WRONG, hand.play(('w', 'ab'), sample=2))
+  for earned, taught in (
+    ((1, 0, 1), [True, True, True]),
+    ((1, 0, 0), [False, True, True]),
+    ((0, 0, 0), [False, False, False]),
+  ):
+    reward = Rewards(np.array(earned, np.float32), np.ones(3, bool))
+    batch = batching.of_step([group], reward, c, shards=1, seed=0)
+    rows = teacher.rows(batch, c, hand.ENV, shards=1, seed=0)
+    assert rows.taught.tolist() == taught
+
+
+def test_the_teacher_reads_what_the_policy_has_read():
+  """The release's teacher cannot see observations."""
+  c = sdpo.get_config()
+  c.batch.lengths = (1024,)
+  reward = Rewards(np.array([1, 0, 0], np.float32), np.ones(3, bool))
+  batch = batching.of_step([hand.GROUP], reward, c, shards=1, seed=0)
+  rows = teacher.rows(batch, c, hand.ENV, shards=1, seed=0)
+  told = rows.trajectories[1].trained
+  kinds = [(s.author, s.kind) for s in told]
+  assert kinds.count(('environment', 'information')) == 2
+  shown = hand.ENV.tokenizer.decode(told[0].ids.tolist())
+  assert 'who wrote it' in shown and 'who?' in shown
+
+
+def test_its_config():
+  c = sdpo.get_config('rate=0.1,outcome=0.5,others=True')
+  assert (c.teacher.weights, c.teacher.rate) == ('ema', 0.1)
+  assert c.algorithm.loss == 'reinforce' and c.algorithm.tis_cap == 2.0
+  checks.check(c)
