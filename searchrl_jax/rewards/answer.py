@@ -16,8 +16,10 @@ differs from the released code in three ways:
 
 from collections.abc import Callable, Sequence
 
-from searchrl_jax.rewards import scores
-from searchrl_jax.rewards.core import RewardContext, per_trajectory
+import numpy as np
+
+from searchrl_jax.rewards import progress, scores
+from searchrl_jax.rewards.core import RewardContext, flat, per_trajectory
 from searchrl_jax.text.env import SearchEnv
 from searchrl_jax.text.prompts import CALL
 from searchrl_jax.types import Group, Rewards, Trajectory
@@ -36,6 +38,33 @@ async def f1(groups: Sequence[Group], context: RewardContext) -> Rewards:
 def _compared(groups, context: RewardContext, score: Callable) -> Rewards:
   answer = context.env.answer
   return per_trajectory(groups, lambda t: score(answer(t), t.question.answers))
+
+
+async def each_attempt(
+  groups: Sequence[Group], context: RewardContext
+) -> Rewards:
+  """Exact match of the answer of every attempt, at the answer.
+
+  For config.env.attempts above 1; see `text.env`.
+
+  Returns:
+    Parts: first and last, of the first and of the last answer.
+  """
+  env, found = context.env, flat(groups)
+  valid = np.array([not t.failed for t in found], bool)
+  value = [np.zeros(len(t.trained), np.float32) for t in found]
+  parts = {n: np.zeros(len(found), np.float32) for n in ('first', 'last')}
+  for i in np.flatnonzero(valid):
+    t, right = found[i], []
+    at = progress.last_segments(t)
+    for block in env.blocks(t):
+      kind = env.template.kinds.get(block.kind)
+      if block.author == 'policy' and block.complete and kind and kind.ends:
+        right.append(scores.exact_match(block.text, t.question.answers))
+        value[i][at[block.turn]] = right[-1]
+    if right:
+      parts['first'][i], parts['last'][i] = right[0], right[-1]
+  return Rewards(tuple(value), valid, 'segment', parts)
 
 
 async def format_valid(
@@ -94,7 +123,7 @@ async def search_r1_format(
   return per_trajectory(groups, reward)
 
 
-for _function in (em, f1, search_r1_format):
+for _function in (em, f1, each_attempt, search_r1_format):
   _function.needs = ('answers',)
 
 # Blocks that may follow, state -> {kind: next state}.

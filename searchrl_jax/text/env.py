@@ -226,6 +226,12 @@ class SearchEnv:
     pending, ended = type(state.pending).__name__, state.end is not None
     _require(ended, state, f'has not ended: it waits for that of {pending}')
     counters = ('truncated_turns', 'cut_observations')
+    blocks = parsing.blocks(
+      state.segments, self.template, self.tokenizer, state.blocks
+    )
+    told = {name: getattr(state, name) for name in counters}
+    if self.config.attempts > 1:
+      told['attempt'] = self._attempts(blocks, state.turn + 1)
     out = types.Trajectory(
       question=state.question,
       segments=state.segments,
@@ -237,13 +243,20 @@ class SearchEnv:
       turns=state.generations,
       seconds=seconds,
       contexts=state.contexts,
-      meta={name: getattr(state, name) for name in counters} | dict(meta or {}),
+      meta=told | dict(meta or {}),
     )
-    # Done now, while other trajectories are sampled.
-    out.parsed[self] = parsing.blocks(
-      state.segments, self.template, self.tokenizer, state.blocks
-    )
+    out.parsed[self] = blocks  # while other trajectories are sampled
     return out
+
+  def _attempts(self, blocks: Sequence[Block], turns: int) -> list[int]:
+    """The attempt that each turn belongs to; a reflection is of the next."""
+    ends = [name for name, kind in self.template.kinds.items() if kind.ends]
+    answered = [
+      b.turn
+      for b in blocks
+      if b.author == 'policy' and b.complete and b.kind in ends
+    ]
+    return [sum(turn < n for turn in answered) for n in range(turns)]
 
   def blocks(self, trajectory: types.Trajectory) -> tuple[Block, ...]:
     """The blocks after the prompt; see parser.blocks. Parsed only once."""

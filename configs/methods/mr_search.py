@@ -1,0 +1,81 @@
+"""MR-Search: several attempts in sequence, each rewarded, with reflections.
+
+arXiv 2603.11327; tengxiao1/MR-Search. After each answer but the last the policy
+writes what went wrong, and tries again. Each attempt earns its exact match. It
+is compared with the same attempt of the others of the group, as in leave one
+out, without a division, and a token gets the sum over its attempt and the later
+ones. The reflection belongs to the attempt that it begins. Arguments:
+
+  attempts  at a question
+  contexts  1: all stay in one context, as in the paper; else at most so many,
+            each of which begins with the prompt and the reflections so far
+  note      tokens of a reflection; 0: those of a turn
+  tokens    of a context; 0: those of the base recipe, times `attempts` where
+            contexts = 1
+
+Departs from both: the release samples with top_p 0.95 and does not correct for
+it, which this system refuses. Its part for the whole trajectory is off there.
+"""
+
+from ml_collections import ConfigDict
+import numpy as np
+
+from configs import algorithms
+from configs.methods import contexts, core
+from searchrl_jax.learn.advantages import by_cell
+
+
+def get_config(arg=None):
+  known = dict(attempts=3, contexts=1, note=0, tokens=0)
+  return core.on_base(arg, change, **known)
+
+
+def change(c, a):
+  tokens = a.tokens or c.env.max_tokens * (a.attempts if a.contexts == 1 else 1)
+  c.engine.max_len = max(c.engine.max_len, tokens)
+  c.batch.lengths = (*[n for n in c.batch.lengths if n < tokens], tokens)
+  c.batch.tokens = max(c.batch.tokens, tokens)
+  fields = dict(kind='attempts', keep=0, limit=tokens)
+  own = {name: a[name] for name in ('attempts', 'contexts', 'note')}
+  contexts.change(c, ConfigDict(fields | own))
+  c.name = 'mr_search'
+  name = 'configs.methods.mr_search.by_attempt'
+  fields = dict(advantage=name, advantage_kw={}, aggregation='token')
+  core.set_algorithm(c, algorithms.GRPO | fields)
+  c.reward = ConfigDict(dict(em=dict(fn='answer.each_attempt', weight=1.0)))
+
+
+def by_attempt(values, valid, group_ids, mask, structure):
+  """A_k = sum over attempts j >= k of r_j - mean of the others' r_j.
+
+  Args:
+    values, valid, group_ids, mask, structure: see `advantages`. values: what
+      each token earned, B arrays [n].
+  """
+  del mask  # so that `values` are of tokens
+  s, group = structure, np.asarray(group_ids)
+  attempts = [_attempts(t, own) for t, own in zip(s.trajectories, s.spans)]
+  of_turn = np.array(
+    [attempts[i][n] for i, n in zip(s.owner, s.number)], int
+  ).reshape(-1)
+  pairs, index = np.unique([s.owner, of_turn], axis=1, return_inverse=True)
+  owner, attempt = pairs
+  earned = np.bincount(index.reshape(-1), s.totals(values), len(owner))
+  a = by_cell(
+    earned,
+    np.asarray(valid, bool)[owner],
+    [group[owner], attempt],
+    lambda x, v: (v - x.mean()) * (len(x) / (len(x) - 1)),
+  )
+  for i in reversed(range(len(a) - 1)):
+    if owner[i] == owner[i + 1]:
+      a[i] += a[i + 1]
+  return s.over_tokens(a[index.reshape(-1)])
+
+
+def _attempts(trajectory, spans) -> list[int]:
+  turns = spans[-1].turn + 1 if spans else 0
+  return trajectory.meta.get('attempt') or [0] * turns
+
+
+by_attempt.needs_group = True
