@@ -26,7 +26,7 @@ def config(arm: str, seed: int):
     c = grpo.get_config(f'seed={seed}')
   if arm == 'cut':
     c.env.max_tokens = LIMIT
-  c.data.eval.atlas.kinds = ('4hop',)
+  c.data.eval.atlas.kinds, c.data.eval.atlas.n = ('4hop',), 240
   return c
 
 
