@@ -45,31 +45,32 @@ async def sample(
 ) -> list[Group]:
   """A trajectory of the program for each name; see the module."""
   c, env = services.config, services.env
-  slots, sessions = services.slots(), Sessions()
-  sampling = Sampling(
-    1,
-    temperature=c.temperature,
-    top_p=c.top_p,
-    top_k=c.top_k,
-    priority=services.step,
-  )
-  play = _program(program)
+  slots, sessions, play = services.slots(), Sessions(), _program(program)
+  own = Sampling(1, c.temperature, c.top_p, c.top_k, priority=services.step)
 
   async def one(url: str, question: Question, n: int) -> None:
+    name = f'{question.id}/{services.role}/{n}'
+    count = functools.partial(services.count, (question.id, n))
+
+    def seed(context: int) -> int:
+      branch = ('context', context) if context else ()
+      return services.stream(question, n, branch)
+
+    async def find(queries, k: int, turn: int):
+      requests = [SearchRequest(q, k, question, turn=turn) for q in queries]
+      return await services.search(name, requests, count)
+
     async with slots:
-      seeds = lambda k: services.stream(
-        question, n, ('context', k) if k else ()
-      )
       session = Session(
         question,
         n,
         engine=services.engine,
         tokenizer=env.tokenizer,
-        sampling=sampling,
-        seeds=seeds,
+        sampling=own,
+        seeds=seed,
         limits=env.config,
-        search=functools.partial(_search, services, question, n),
-        count=functools.partial(services.count, (question.id, n)),
+        find=find,
+        count=count,
         role=services.role,
       )
       sessions.open(session)
@@ -90,9 +91,8 @@ async def sample(
       if session.broken:  # not a failure of the program, whatever it made of it
         raise session.broken
       if failed:
-        request = SearchRequest('', 0, question)
         services.last_error = SearchError(
-          request, 'program', f'{program}: {failed}'
+          SearchRequest('', 0, question), 'program', f'{program}: {failed}'
         )
     services.record(session.trajectory(bool(failed)))
 
@@ -105,13 +105,6 @@ async def sample(
     ]
     await services.gather(work)
   return services.groups(questions)
-
-
-async def _search(services: Services, question, n: int, queries, k: int, turn):
-  name = f'{question.id}/{services.role}/{n}'
-  requests = [SearchRequest(q, k, question, turn=turn) for q in queries]
-  count = functools.partial(services.count, (question.id, n))
-  return await services.search(name, requests, count)
 
 
 def check(config: ConfigDict) -> None:
@@ -179,13 +172,13 @@ async def _in_thread(function: Callable, *args):
 
 
 async def _command(command: Sequence[str], url, key, question: Question):
-  own = json.dumps(dataclasses.asdict(question))
   found = {'OPENAI_BASE_URL': url, 'OPENAI_API_KEY': key}
+  found['SEARCHRL_QUESTION'] = json.dumps(dataclasses.asdict(question))
   # A file: what the program has started may keep a pipe open.
   with tempfile.TemporaryFile() as said:
     process = await asyncio.create_subprocess_exec(
       *command,
-      env=os.environ | found | {'SEARCHRL_QUESTION': own},
+      env=os.environ | found,
       stdout=asyncio.subprocess.DEVNULL,
       stderr=said,
       start_new_session=True,
