@@ -69,7 +69,8 @@ def tags_of(template) -> Tags:
 
 def held(data: AnyStr, tags: Iterable[AnyStr]) -> int:
   """The length of the end of `data` that may start one of `tags`."""
-  starts = (tag[:n] for tag in tags for n in range(1, len(tag)))
+  most = len(data) + 1
+  starts = (tag[:n] for tag in tags for n in range(1, min(len(tag), most)))
   return max(map(len, filter(data.endswith, starts)), default=0)
 
 
