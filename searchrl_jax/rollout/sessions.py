@@ -16,7 +16,6 @@ service is (design 5.4).
 import asyncio
 from collections.abc import Callable, Sequence
 import contextlib
-import dataclasses
 import functools
 import inspect
 import json
@@ -33,6 +32,7 @@ from searchrl_jax.endpoint import app
 from searchrl_jax.endpoint.sessions import Session, Sessions
 from searchrl_jax.engines.core import Sampling
 from searchrl_jax.rollout.core import Services
+from searchrl_jax.store import records
 from searchrl_jax.types import Group, Question, SearchError, SearchRequest
 
 
@@ -124,7 +124,7 @@ sample.check = check  # type: ignore[attr-defined]
 
 def _program(name: str):
   """async (url, key, question) -> reward or None."""
-  lookup.require(name, 'it is empty; name a function or a command')
+  lookup.require(name.strip(), 'it is empty; name a function or a command')
   if ' ' in name or '/' in name:
     words = shlex.split(name)
     what = f'{words[0]!r} is no command here'
@@ -138,8 +138,13 @@ def _program(name: str):
 async def _on_loop(function: Callable, *args):
   try:
     return await function(*args)
-  except SystemExit as error:  # it would end the loop
-    raise RuntimeError(repr(error)) from error
+  except (SystemExit, asyncio.CancelledError) as error:
+    # The first would end the loop, the second the rollout, unless it came from
+    # there.
+    task = asyncio.current_task()
+    if isinstance(error, SystemExit) or not task.cancelling():
+      raise RuntimeError(repr(error)) from error
+    raise
 
 
 async def _in_thread(function: Callable, *args):
@@ -173,7 +178,7 @@ async def _in_thread(function: Callable, *args):
 
 async def _command(command: Sequence[str], url, key, question: Question):
   found = {'OPENAI_BASE_URL': url, 'OPENAI_API_KEY': key}
-  found['SEARCHRL_QUESTION'] = json.dumps(dataclasses.asdict(question))
+  found['SEARCHRL_QUESTION'] = json.dumps(records.plain(vars(question)))
   # A file: what the program has started may keep a pipe open.
   with tempfile.TemporaryFile() as said:
     process = await asyncio.create_subprocess_exec(
