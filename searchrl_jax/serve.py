@@ -273,7 +273,8 @@ def _save(
 async def _serve(policies: Sequence[Policy], key: str) -> None:
   """Serves until it is cancelled."""
   host, port = _HOST.value, _PORT.value
-  with lookup.of(f'--port={port} (0 takes a free one)', caught=OSError):
+  where = f'--host={host} --port={port} (0 takes a free one)'
+  with lookup.of(where, caught=OSError):
     async with app.serving(make(policies, key, host), host, port) as url:
       names = ', '.join(policy.name for policy in policies)
       print(
