@@ -71,7 +71,7 @@ class Session:
   Attributes:
     key: by which a client names it.
     returned: what it earned, as its program says.
-    broken: an error that is not of a request.
+    broken: an error of the engine or the source, for which the run has to stop.
   """
 
   question: types.Question
@@ -260,10 +260,15 @@ class Session:
     Raises:
       ChatError: the session has no search.
       SearchFailed: a search failed, and with it the trajectory.
+      Exception: of the source, which should raise none; also in `broken`.
     """
     if self.find is None:
       raise ChatError('nothing is searched here', 'queries')
-    found = await self.find(queries, k, max(self._replies - 1, 0))
+    try:
+      found = await self.find(queries, k, max(self._replies - 1, 0))
+    except Exception as error:
+      self.broken = error
+      raise
     self._searches += found
     for one in found:
       if isinstance(one, types.SearchError):
