@@ -15,6 +15,7 @@ service is (design 5.4).
 
 import asyncio
 from collections.abc import Callable, Sequence
+from concurrent import futures
 import contextlib
 import functools
 import inspect
@@ -153,27 +154,20 @@ async def _in_thread(function: Callable, *args):
   One that hangs keeps its thread, which does not keep the process: those of an
   executor would.
   """
-  loop = asyncio.get_running_loop()
-  done = loop.create_future()
-
-  def settle(result, error) -> None:
-    if done.cancelled():  # it took too long
-      return
-    done.set_result(result) if error is None else done.set_exception(error)
+  done: futures.Future = futures.Future()
+  done.set_running_or_notify_cancel()  # nobody can cancel what the thread does
 
   def run() -> None:
-    result, error = None, None
     try:
-      result = function(*args)
+      done.set_result(function(*args))
     except BaseException as e:  # sys.exit() too is of the program alone
-      # A future takes no StopIteration.
-      plain = isinstance(e, Exception) and not isinstance(e, StopIteration)
-      error = e if plain else RuntimeError(repr(e))
-    with contextlib.suppress(RuntimeError):  # the loop has ended
-      loop.call_soon_threadsafe(settle, result, error)
+      # A future takes no StopIteration, and gives the other as one's own.
+      odd = isinstance(e, (StopIteration, futures.CancelledError))
+      plain = isinstance(e, Exception) and not odd
+      done.set_exception(e if plain else RuntimeError(repr(e)))
 
   threading.Thread(target=run, name='program', daemon=True).start()
-  return await done
+  return await asyncio.wrap_future(done)
 
 
 async def _command(command: Sequence[str], url, key, question: Question):

@@ -1,6 +1,7 @@
 """A program with OpenAI's client trains the policy that it talks to."""
 
 import asyncio
+from concurrent import futures
 import pathlib
 import sys
 import threading
@@ -189,6 +190,12 @@ async def leaves(*args):
   sys.exit(3)
 
 
+def gives_up_there(*args):
+  task = futures.Future()
+  task.cancel()
+  task.result()
+
+
 async def gives_up(*args):
   task = asyncio.ensure_future(asyncio.sleep(9))
   task.cancel()
@@ -201,6 +208,7 @@ async def gives_up(*args):
     ('finds_nothing', 'StopIteration'),
     ('leaves', 'SystemExit'),
     ('gives_up', 'CancelledError'),
+    ('gives_up_there', 'CancelledError'),
   ],
 )
 def test_whatever_a_program_raises_is_an_error_of_its_own(name, error):
@@ -208,18 +216,23 @@ def test_whatever_a_program_raises_is_an_error_of_its_own(name, error):
     run(f'{__name__}.{name}', '', '', tiny)
 
 
-def test_a_program_on_the_loop_can_be_cancelled():
-  async def main():
-    play = sessions._program(f'{__name__}.waits')
-    async with asyncio.timeout(0.01):
-      await play('', '', tiny)
-
-  with pytest.raises(TimeoutError):
-    asyncio.run(main())
-
-
 async def waits(*args):
   await asyncio.Event().wait()
+
+
+def waits_there(*args):
+  threading.Event().wait(0.1)
+
+
+@pytest.mark.parametrize('name', ['waits', 'waits_there'])
+def test_a_program_can_be_cancelled(name):
+  async def main():
+    with pytest.raises(TimeoutError):
+      async with asyncio.timeout(0.01):
+        await sessions._program(f'{__name__}.{name}')('', '', tiny)
+    await asyncio.sleep(0.2)  # the thread ends, and nobody waits for it
+
+  asyncio.run(main())
 
 
 def test_a_command_may_leave_something_behind(tmp_path):
