@@ -42,6 +42,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request as HttpRequest
 from starlette.responses import FileResponse, HTMLResponse, Response
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from searchrl_jax import lookup, types, view
 from searchrl_jax.devices.signals import Loop
@@ -107,16 +108,16 @@ class Policy:
 
   async def reply(self, request: Request, tell: Tell | None = None) -> Reply:
     """The reply to a request with a seed, in a session of its own."""
-    config = self.player.config
+    config, warm = self.player.config, request.temperature
+    warm = config.eval.temperature if warm is None else warm
     session = Session(
       types.Question('chat', ''),
       0,
       engine=self.player.have.opener.engine,
       tokenizer=self.player.have.tok,
-      sampling=Sampling(1, config.eval.temperature, config.eval.top_p),
+      sampling=Sampling(1, warm, request.top_p or config.eval.top_p),
       seeds=lambda context: request.seed,
       limits=config.env,
-      trained=False,
     )
     with self.admitted(), contextlib.closing(session):
       return await session.reply(request, tell)
@@ -139,7 +140,7 @@ def make(policies: Sequence[Policy], key: str, host: str = '') -> Starlette:
       raise HttpError(404, what, 'model', 'model_not_found')
     return named[name]
 
-  async def completions(http: HttpRequest) -> Response:
+  async def completions(http: HttpRequest) -> ASGIApp:
     fields = await app.read_body(http)
     policy, (request, shown) = chosen(fields), app.read(fields, _CHOICES)
     seed = secrets.randbits(32) if request.seed is None else request.seed
@@ -149,7 +150,7 @@ def make(policies: Sequence[Policy], key: str, host: str = '') -> Starlette:
     about = shown, policy.name, policy.player.have.tok
     return await app.respond(http, asks, request, *about)
 
-  async def ask(http: HttpRequest) -> Response:
+  async def ask(http: HttpRequest) -> ASGIApp:
     fields = await app.read_body(http)
     policy, text = chosen(fields), fields.get('question')
     if not isinstance(text, str) or not text.strip():
@@ -174,9 +175,8 @@ def make(policies: Sequence[Policy], key: str, host: str = '') -> Starlette:
     return await app.stream(http, work)
 
   async def save(http: HttpRequest) -> Response:
-    ids = (await app.read_body(http)).get('ids')
-    good = isinstance(ids, list) and all(isinstance(i, str) for i in ids)
-    found = {i: kept[i] for i in ids if i in kept} if good else {}
+    ids = app.texts((await app.read_body(http)).get('ids'))
+    found = {i: kept[i] for i in ids if i in kept}
     if not found or len({t.question.id for _, t in found.values()}) > 1:
       what = f'ids: expected some of the last {_KEPT} answers, to one question'
       raise HttpError(400, what, 'ids')
@@ -273,7 +273,8 @@ def _save(
 async def _serve(policies: Sequence[Policy], key: str) -> None:
   """Serves until it is cancelled."""
   host, port = _HOST.value, _PORT.value
-  with lookup.of(f'--port={port} (0 takes a free one)', caught=OSError):
+  where = f'--host={host} --port={port} (0 takes a free one)'
+  with lookup.of(where, caught=OSError):
     async with app.serving(make(policies, key, host), host, port) as url:
       names = ', '.join(policy.name for policy in policies)
       print(

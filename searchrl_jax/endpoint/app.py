@@ -29,6 +29,7 @@ from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import ASGIApp
 import uvicorn
 
 from retrieval.corpus import join_contents
@@ -51,12 +52,17 @@ Tells = Callable[[dict], None]  # an event
 
 MODEL = 'policy'
 BODY = 10 << 20  # bytes of a request
+_FOLLOWED = (
+  'model messages tools tool_choice max_tokens max_completion_tokens n stop '
+  'temperature top_p seed stream logprobs include_stop_str_in_output'
+).split()
 # Fields that change nothing here, or only how others show a reply.
 _IGNORED = (
   'user metadata store service_tier parallel_tool_calls stream_options '
   'reasoning_effort verbosity prompt_cache_key safety_identifier'
 ).split()
-_NEUTRAL = {
+_NEUTRAL = {  # field -> the value that means the same as none
+  'response_format': {'type': 'text'},
   'presence_penalty': 0,
   'frequency_penalty': 0,
   'logit_bias': {},
@@ -64,21 +70,21 @@ _NEUTRAL = {
   'modalities': ['text'],
   'prediction': None,
 }
-_COUNT = int, lambda x: x >= 1, '1 or more'
-_REAL = int, float
-# Field -> its type, which values are good, and what they are.
+_INT, _REAL = (int,), (int, float)
+_COUNT = _INT, lambda x: x >= 1, '1 or more'
+# Field -> its types, which values are good, and what they are.
 _NUMBERS = {
   'max_completion_tokens': _COUNT,
   'max_tokens': _COUNT,
   'n': _COUNT,
   'temperature': (_REAL, lambda x: 0 <= x <= 2, '0 to 2'),
   'top_p': (_REAL, lambda x: 0 < x <= 1, 'above 0 to 1'),
-  'seed': (int, lambda x: 0 <= x < 1 << 32, '0 to 2**32 - 1'),
+  'seed': (_INT, lambda x: 0 <= x < 1 << 32, '0 to 2**32 - 1'),
   'reward': (_REAL, lambda x: abs(x) < 1 << 64, 'a finite number'),
-  'topk': (int, lambda x: 1 <= x <= 100, '1 to 100'),
+  'topk': (_INT, lambda x: 1 <= x <= 100, '1 to 100'),
 }
 _COLD = 0.01  # below this temperature, servers raise it: it is greedy here
-_ENDED, _OBJECT = 'the session has ended', 'chat.completion'
+_ENDED = 'the session has ended'
 _HALF = re.compile('[\ud800-\udfff]')  # of a surrogate pair
 _STATUS = {
   ChatError: 400,
@@ -104,11 +110,10 @@ def number(body: Mapping[str, Any], name: str) -> Any:
   Raises:
     ChatError: names the field, and what it may be.
   """
-  value, (kind, good, what) = body.get(name), _NUMBERS[name]
+  value, (kinds, good, what) = body.get(name), _NUMBERS[name]
   if value is None:
     return None
-  wrong = isinstance(value, bool) or not isinstance(value, kind)
-  if wrong or not good(value):
+  if type(value) not in kinds or not good(value):  # True is no number
     raise ChatError(f'{name}={value!r:.40}: {what}', name)
   return value
 
@@ -121,6 +126,12 @@ def switch(body: Mapping[str, Any], name: str) -> bool:
   return value
 
 
+def texts(value: Any) -> list[str]:
+  """The value if it is a list of texts, else none."""
+  good = isinstance(value, list) and all(isinstance(x, str) for x in value)
+  return value if good else []
+
+
 def read(
   body: Mapping[str, Any], most: int = 1
 ) -> tuple[Request, dict[str, Any]]:
@@ -131,42 +142,31 @@ def read(
   Raises:
     ChatError: names the field.
   """
-  followed = (
-    'model messages tools tool_choice max_tokens temperature top_p stop '
-  )
-  followed += 'max_completion_tokens seed n stream logprobs response_format '
-  followed += 'include_stop_str_in_output'
-  known = *followed.split(), *_IGNORED, *_NEUTRAL
-  unknown = [name for name in body if name not in known]
-  if unknown:
-    raise ChatError(f'{unknown[0]!r} is not supported here', unknown[0])
+  for name in body:
+    if name not in (*_FOLLOWED, *_IGNORED, *_NEUTRAL):
+      raise ChatError(f'{name!r} is not supported here', name)
   for name, neutral in _NEUTRAL.items():
     if body.get(name) not in (None, neutral):
-      raise ChatError(f'{name} is not supported: leave it out', name)
+      what = f'{name}: only {neutral!r} is supported; leave it out'
+      raise ChatError(what, name)
   n = number(body, 'n') or 1
   if n > most:
     raise ChatError(f'n={n}: at most {most} to a request', 'n')
-  form = body.get('response_format')
-  if form not in (None, {'type': 'text'}):
-    raise ChatError('response_format: only text', 'response_format')
   choice = body.get('tool_choice')
   if choice not in (None, 'auto', 'none', 'required'):
     raise ChatError(f'tool_choice={choice!r:.40}: auto or none', 'tool_choice')
   stops = body.get('stop') or []
   stops = [stops] if isinstance(stops, str) else stops
   # Half a surrogate pair has no bytes, in which stop strings are found.
-  if not isinstance(stops, list) or not all(
-    isinstance(s, str) and s and not _HALF.search(s) for s in stops
-  ):
+  if texts(stops) != stops or any(not s or _HALF.search(s) for s in stops):
     raise ChatError(f'stop={stops!r:.40}: a text, or a list of them', 'stop')
   warm = number(body, 'temperature')
-  names = 'max_completion_tokens', 'max_tokens'
-  tokens = [number(body, name) for name in names]
+  tokens = number(body, 'max_tokens')
   tools = chat.read_tools(body.get('tools'))
   request = Request(
     chat.read_messages(body.get('messages')),
     tools=() if choice == 'none' else tools,
-    max_tokens=next((n for n in tokens if n), 0),
+    max_tokens=number(body, 'max_completion_tokens') or tokens or 0,
     temperature=0.0 if warm is not None and warm < _COLD else warm,
     top_p=number(body, 'top_p'),
     stops=tuple(stops),
@@ -176,13 +176,8 @@ def read(
   options = body.get('stream_options') or {}
   if not isinstance(options, dict):
     raise ChatError('stream_options: expected an object', 'stream_options')
-  shown = {
-    'stream': switch(body, 'stream'),
-    'usage': switch(options, 'include_usage'),
-    'logprobs': switch(body, 'logprobs'),
-    'n': n,
-  }
-  return request, shown
+  shown = {name: switch(body, name) for name in ('stream', 'logprobs')}
+  return request, shown | {'usage': switch(options, 'include_usage'), 'n': n}
 
 
 def make(sessions: Sessions, tokenizer) -> Starlette:
@@ -194,15 +189,14 @@ def make(sessions: Sessions, tokenizer) -> Starlette:
     except Closed as e:
       raise HttpError(401, str(e)) from e
 
-  async def completions(http: HttpRequest) -> Response:
+  async def completions(http: HttpRequest) -> ASGIApp:
     own = session(http)
     request, shown = read(await read_body(http))
     ask = functools.partial(own.reply, request)
     return await respond(http, [ask], request, shown, MODEL, tokenizer)
 
   async def reward(http: HttpRequest) -> Response:
-    own = session(http)
-    value = number(await read_body(http), 'reward')
+    own, value = session(http), number(await read_body(http), 'reward')
     if value is None:
       raise HttpError(400, 'reward: expected a number', 'reward')
     if own.returned is not None:
@@ -212,16 +206,12 @@ def make(sessions: Sessions, tokenizer) -> Starlette:
 
   async def retrieve(http: HttpRequest) -> Response:
     own, body = session(http), await read_body(http)
-    queries, k = body.get('queries'), number(body, 'topk') or 3
-    good = isinstance(queries, list) and all(
-      isinstance(q, str) for q in queries
-    )
-    if not good or not queries:
+    queries, k = texts(body.get('queries')), number(body, 'topk') or 3
+    if not queries:
       raise HttpError(400, 'queries: expected a list of texts', 'queries')
     found = await own.search(queries, k)
-    return JSONResponse(
-      {'result': [[*map(_hit, one.passages)] for one in found]}
-    )
+    hits = [[*map(_hit, one.passages)] for one in found]
+    return JSONResponse({'result': hits})
 
   async def models(http: HttpRequest) -> Response:
     session(http)
@@ -307,24 +297,28 @@ async def respond(
   shown: Mapping[str, Any],
   model: str,
   tokenizer,
-) -> Response:
+) -> ASGIApp:
   """Samples a reply by each of `asks`, at the same time, and sends them.
 
   They end at once where the client goes. shown: of `read`.
   """
   id, now = f'chatcmpl-{uuid.uuid4().hex}', int(time.time())
   about = {'id': id, 'created': now, 'model': model}
-  scores = lambda r: _logprobs(r, tokenizer) if shown['logprobs'] else None
+  chunk = about | {'object': 'chat.completion.chunk'}
+
+  def choice(n: int, part: dict, reply: Reply | None = None) -> dict:
+    """Choice n, or a part of it; reply: ends with this part."""
+    scores = reply and shown['logprobs'] and _logprobs(reply, tokenizer)
+    ended = {'finish_reason': reply and reply.finish}
+    return {'index': n, 'logprobs': scores or None} | ended | part
 
   async def told(n: int, ask: Ask, tell: Tells) -> Reply:
     """The reply of choice n, in chunks as it comes."""
     stops = () if request.shows_stop else request.stops
     deltas = Deltas(tokenizer, stops, bool(request.tools))
 
-    def say(delta: dict, finish=None, logprobs=None) -> None:
-      choice = {'index': n, 'delta': delta, 'logprobs': logprobs}
-      choices = [choice | {'finish_reason': finish}]
-      tell(about | {'object': f'{_OBJECT}.chunk', 'choices': choices})
+    def say(delta: dict, reply: Reply | None = None) -> None:
+      tell(chunk | {'choices': [choice(n, {'delta': delta}, reply)]})
 
     def sampled(ids: Sequence[int]) -> None:
       if not deltas.begun:
@@ -335,16 +329,15 @@ async def respond(
     reply = await ask(sampled)
     if rest := reply.content[len(deltas.sent) :]:
       say({'content': rest})
-    for i, call in enumerate(_calls(reply)):
-      say({'tool_calls': [{'index': i} | call]})
-    say({}, reply.finish, scores(reply))
+    for i, call in enumerate(reply.calls):
+      say({'tool_calls': [{'index': i} | _call(call)]})
+    say({}, reply)
     return reply
 
   async def work(tell: Tells) -> None:
     replies = await gather(told(n, ask, tell) for n, ask in enumerate(asks))
     if shown['usage']:
-      last = {'object': f'{_OBJECT}.chunk', 'choices': []}
-      tell(about | last | {'usage': _usage(replies)})
+      tell(chunk | {'choices': [], 'usage': _usage(replies)})
 
   if shown['stream']:
     return await stream(http, work)
@@ -352,17 +345,16 @@ async def respond(
   choices = []
   for n, reply in enumerate(replies):
     message: dict[str, Any] = {'role': 'assistant', 'content': reply.content}
-    if reply.calls:
-      message |= {'content': reply.content or None, 'tool_calls': _calls(reply)}
-    choice = {'index': n, 'message': message, 'logprobs': scores(reply)}
-    choices.append(choice | {'finish_reason': reply.finish})
-  about |= {'object': _OBJECT, 'choices': choices}
+    if calls := [*map(_call, reply.calls)]:
+      message |= {'content': reply.content or None, 'tool_calls': calls}
+    choices.append(choice(n, {'message': message}, reply))
+  about |= {'object': 'chat.completion', 'choices': choices}
   return JSONResponse(about | {'usage': _usage(replies)})
 
 
 async def stream(
   http: HttpRequest, work: Callable[[Tells], Awaitable]
-) -> Response:
+) -> ASGIApp:
   """What `work(tell)` tells, as server-sent events; the last one is [DONE].
 
   The work ends at once where the client goes. An error before the first event
@@ -388,23 +380,18 @@ async def stream(
   except BaseException:
     task.cancel()
     raise
-  return _Stream(lines(first), task)
+  headers = {'Cache-Control': 'no-store'}
+  response = StreamingResponse(
+    lines(first), headers=headers, media_type='text/event-stream'
+  )
 
-
-class _Stream(StreamingResponse):
-  """Server-sent events of a task, which ends with them."""
-
-  media_type = 'text/event-stream'
-
-  def __init__(self, lines, task: asyncio.Future):
-    super().__init__(lines, headers={'Cache-Control': 'no-store'})
-    self._task = task
-
-  async def __call__(self, scope, receive, send) -> None:
+  async def answer(scope, receive, send) -> None:
     try:
-      await super().__call__(scope, receive, send)
+      await response(scope, receive, send)
     finally:
-      self._task.cancel()
+      task.cancel()
+
+  return answer
 
 
 async def _unless_gone(http: HttpRequest, work: Awaitable) -> Any:
@@ -429,54 +416,34 @@ async def _unless_gone(http: HttpRequest, work: Awaitable) -> Any:
     await asyncio.gather(task, watch, return_exceptions=True)
 
 
-def _calls(reply: Reply) -> list[dict]:
-  return [
-    {
-      'id': f'call_{uuid.uuid4().hex[:24]}',
-      'type': 'function',
-      'function': {'name': c.name, 'arguments': c.arguments},
-    }
-    for c in reply.calls
-  ]
+def _call(call: chat.Call) -> dict[str, Any]:
+  id = f'call_{uuid.uuid4().hex[:24]}'
+  function = {'name': call.name, 'arguments': call.arguments}
+  return {'id': id, 'type': 'function', 'function': function}
 
 
 def _usage(replies: Sequence[Reply]) -> dict[str, int]:
   n = sum(len(reply.completion.ids) for reply in replies)
   prompt = replies[0].prompt_tokens
-  return {
-    'prompt_tokens': prompt,
-    'completion_tokens': n,
-    'total_tokens': prompt + n,
-  }
+  total = {'total_tokens': prompt + n}
+  return {'prompt_tokens': prompt, 'completion_tokens': n} | total
 
 
 def _logprobs(reply: Reply, tokenizer) -> dict:
-  found = zip(reply.completion.ids.tolist(), reply.completion.logps.tolist())
-  return {
-    'content': [
-      {
-        'token': tokenizer.decode([i]),
-        'logprob': logp,
-        'bytes': [*tokenizer.token_bytes(i)],
-        'top_logprobs': [],
-      }
-      for i, logp in found
-    ]
-  }
+  done, shown = reply.completion, []
+  for i, logp in zip(done.ids.tolist(), done.logps.tolist()):
+    data = {'bytes': [*tokenizer.token_bytes(i)], 'top_logprobs': []}
+    shown.append({'token': tokenizer.decode([i]), 'logprob': logp} | data)
+  return {'content': shown}
 
 
 @contextlib.asynccontextmanager
 async def serving(app, host='127.0.0.1', port=0):
   """Serves the application on the running event loop; gives its base URL."""
   with socket.create_server((host, port)) as listener:
-    config = uvicorn.Config(
-      app,
-      log_level='warning',
-      lifespan='off',
-      # Of clients that do not read their reply at the end.
-      timeout_graceful_shutdown=5,
-    )
-    server = uvicorn.Server(config)
+    # 5 seconds at the end for clients that do not read their reply.
+    how = {'lifespan': 'off', 'timeout_graceful_shutdown': 5}
+    server = uvicorn.Server(uvicorn.Config(app, log_level='warning', **how))
     task = asyncio.ensure_future(server.serve(sockets=[listener]))
     try:
       while not server.started:

@@ -31,7 +31,7 @@ class Request:
   messages: Sequence[Mapping[str, Any]]
   tools: Sequence[Mapping[str, Any]] = ()
   max_tokens: int = 0  # 0: what the context has room for
-  temperature: float | None = None  # None: that of the session
+  temperature: float | None = None  # None: not said
   top_p: float | None = None
   stops: tuple[str, ...] = ()
   seed: int | None = None
@@ -54,44 +54,42 @@ class _Node(NamedTuple):
   end: str  # the control token that the policy ended it with, or ''
 
 
+@dataclasses.dataclass(eq=False)
 class Session:
   """One trajectory of a program; see the module.
 
   Args:
     question, sample, role: whose trajectory it is.
     engine, tokenizer: of the policy.
-    sampling: temperature, top_p, top_k and priority of its requests.
+    sampling: temperature, top_p, top_k and priority of its requests, whatever
+      these say: the trainer scores what was sampled at those of the run.
     seeds: index of a context -> seed of its random stream.
     limits: config.env: max_tokens of a context, and max_contexts.
-    search: async (queries, k, turn) -> an answer for each; None: none.
+    find: async (queries, k, turn) -> an answer for each; None: none.
     count: called with counters of `rollout.core.RolloutStats`.
-    trained: temperature and top_p of clients are not followed: the trainer
-      scores what was sampled at those of the run.
+
+  Attributes:
+    key: by which a client names it.
+    returned: what it earned, as its program says.
+    broken: an error of the engine or the source, for which the run has to stop.
   """
 
-  def __init__(
-    self,
-    question: types.Question,
-    sample: int,
-    *,
-    engine,
-    tokenizer,
-    sampling: Sampling,
-    seeds,
-    limits,
-    search=None,
-    count: Callable[..., None] = lambda **counts: None,
-    role: str = 'solver',
-    trained: bool = True,
-  ):
-    self.question, self.sample, self.role = question, sample, role
+  question: types.Question
+  sample: int
+  _: dataclasses.KW_ONLY
+  engine: Any
+  tokenizer: Any
+  sampling: Sampling
+  seeds: Callable[[int], int]
+  limits: Any
+  find: Callable | None = None
+  count: Callable[..., None] = lambda **counts: None
+  role: str = 'solver'
+
+  def __post_init__(self):
     self.key = secrets.token_urlsafe(32)
     self.returned: float | None = None
     self.broken: Exception | None = None
-    self._engine, self._tokenizer = engine, tokenizer
-    self._sampling, self._seeds = sampling, seeds
-    self._limits, self._trained = limits, trained
-    self._search, self._count = search, count
     self._searches: list[types.SearchResult | types.SearchError] = []
     self._record, self._handle = states.Record(), None
     self._nodes: list[_Node] = []
@@ -128,9 +126,10 @@ class Session:
       self._busy = None
 
   async def _reply(self, request: Request, tell: Tell | None) -> Reply:
-    tok, record = self._tokenizer, self._record
-    most = self._limits.max_tokens
-    keys = (_key(request.tools), *map(chat.key, request.messages))
+    tok, record = self.tokenizer, self._record
+    most = self.limits.max_tokens
+    tools = json.dumps([*request.tools], sort_keys=True)
+    keys = tools, *map(chat.key, request.messages)
     # Others would wait while megabytes are tokenised, which cannot fit.
     size = sum(map(len, keys))
     if size > most * tok.max_token_bytes:
@@ -149,7 +148,7 @@ class Session:
       )
     record = self._continued(record, ids)
     n = min(request.max_tokens or room, room)
-    streamed = Streamed(self._engine, tok, tell) if tell else None
+    streamed = Streamed(self.engine, tok, tell) if tell else None
     try:
       done = await self._sample(record, ids, n, request, streamed)
     except asyncio.CancelledError:
@@ -168,15 +167,10 @@ class Session:
     content, calls = chat.read_calls(said, request.tools)
     finish = 'length' if done.stop == 'length' and not stopped else 'stop'
     finish = 'tool_calls' if calls else finish
-    message = {'role': 'assistant', 'content': content}
-    if calls:
-      message['tool_calls'] = [
-        chat.call({'function': {'name': c.name, 'arguments': c.arguments}})
-        for c in calls
-      ]
-    last = int(done.ids[-1]) if len(done.ids) else -1
-    end = tok.control_name(last) if last in tok.control else ''
-    whole = [*ids, *map(int, done.ids)]
+    made = [chat.call({'function': call._asdict()}) for call in calls]
+    message = {'role': 'assistant', 'content': content, 'tool_calls': made}
+    whole = [*ids, *done.ids.tolist()]
+    end = tok.control_name(whole[-1]) if whole[-1] in tok.control else ''
     # Some clients put the stop string back.
     for text in dict.fromkeys((content, content if calls else full)):
       key = chat.key(message | {'content': text})
@@ -185,22 +179,16 @@ class Session:
 
   def _add(self, record: states.Record, done: Completion) -> None:
     """Records a reply, and what `record` has before it."""
-    new = types.Segment(
-      np.asarray(done.ids, np.int32),
-      'policy',
-      'other',
-      train=True,
-      logps=np.asarray(done.logps, np.float32),
-      versions=np.asarray(done.versions, np.int32),
-    )
+    sampled = {'logps': done.logps, 'versions': done.versions}
+    new = _segment(done.ids, 'policy', train=True, **sampled)
     begun = len(record.contexts) - self.edits
     self._record = dataclasses.replace(states.add(record, [new]), keep=None)
     self._replies += 1
-    self._count(generations=1, sampled_tokens=len(done.ids), contexts=begun)
+    self.count(generations=1, sampled_tokens=len(done.ids), contexts=begun)
 
   def _ids(self, request: Request, keys: tuple[str, ...]) -> list[int]:
     """The ids of a chat: as they were sampled, where they were."""
-    tok = self._tokenizer
+    tok = self.tokenizer
     known = [n for n in self._nodes if keys[: len(n.keys)] == n.keys]
     # Of equal replies the latest, which is held.
     for node in sorted(reversed(known), key=lambda n: -len(n.keys)):
@@ -218,48 +206,33 @@ class Session:
   def _continued(self, record: states.Record, ids) -> states.Record:
     """The record with what the request adds, or with a new context."""
     held = record.ids.tolist()
-    new = lambda i, author: types.Segment(
-      np.asarray(i, np.int32), author, 'other'
-    )
     if not held:
-      return states.add(record, [new(ids, 'prompt')])
+      return states.add(record, [_segment(ids, 'prompt')])
     if ids[: len(held)] == held:
-      return states.add(record, [new(ids[len(held) :], 'environment')])
-    if len(record.contexts) + 1 >= self._limits.max_contexts:
+      return states.add(record, [_segment(ids[len(held) :], 'environment')])
+    if len(record.contexts) + 1 >= self.limits.max_contexts:
       raise ChatError(
         'the messages are not those of this session so far, and it has no '
-        f'further context (config.env.max_contexts={self._limits.max_contexts})'
+        f'further context (config.env.max_contexts={self.limits.max_contexts})'
       )
     # What both have in common is the context's prompt; the rest stands in the
     # record, between the replies.
-    common = 0
-    while common < len(ids) - 1 and ids[common] == held[common]:
-      common += 1
-    n = max(common, 1)
-    record = states.begin(record, [new(ids[:n], 'prompt')], 'edited')
-    return states.add(record, [new(ids[n:], 'environment')])
+    differ = (i for i, (a, b) in enumerate(zip(ids, held)) if a != b)
+    n = max(next(differ, len(ids) - 1), 1)
+    record = states.begin(record, [_segment(ids[:n], 'prompt')], 'edited')
+    return states.add(record, [_segment(ids[n:], 'environment')])
 
   async def _sample(
     self, record, ids, n: int, request: Request, streamed: Streamed | None
   ) -> Completion:
-    engine, handle = streamed or self._engine, self._handle
-    own = self._sampling
-    changes: dict[str, Any] = {}
-    if not self._trained:
-      asked = ('temperature', 'top_p')
-      found = {name: getattr(request, name) for name in asked}
-      changes = {name: x for name, x in found.items() if x is not None}
-    seed = self._seeds(len(record.contexts))
-    if request.seed is not None and not self._trained:
-      seed = request.seed
+    engine, handle = streamed or self.engine, self._handle
     sampling = dataclasses.replace(
-      own,
+      self.sampling,
       max_tokens=n,
       stops=request.stops,
-      stop_ids=self._tokenizer.eos_ids,
-      seed=seed,
-      limit=self._limits.max_tokens,
-      **changes,
+      stop_ids=self.tokenizer.eos_ids,
+      seed=self.seeds(len(record.contexts)),
+      limit=self.limits.max_tokens,
     )
     self._handle = None  # until the call has ended, it holds what nobody knows
     try:
@@ -268,10 +241,9 @@ class Session:
         handle = None
       if handle is None:
         handle = engine.open(types.Prompt(tuple(ids)))
-      else:
-        if record.keep is not None:
-          engine.truncate(handle, record.keep)
-        engine.append(handle, ids[len(handle) :])
+      elif record.keep is not None:
+        engine.truncate(handle, record.keep)
+      engine.append(handle, ids[len(handle) :])
       done = await engine.generate(handle, sampling)
     except BaseException:
       if handle is not None:
@@ -288,14 +260,19 @@ class Session:
     Raises:
       ChatError: the session has no search.
       SearchFailed: a search failed, and with it the trajectory.
+      Exception: of the source, which should raise none; also in `broken`.
     """
-    if self._search is None:
+    if self.find is None:
       raise ChatError('nothing is searched here', 'queries')
-    found = await self._search(queries, k, max(self._replies - 1, 0))
+    try:
+      found = await self.find(queries, k, max(self._replies - 1, 0))
+    except Exception as error:
+      self.broken = error
+      raise
     self._searches += found
     for one in found:
       if isinstance(one, types.SearchError):
-        raise SearchFailed(one)
+        raise SearchFailed(f'{one.kind}: {one.message}')
     return found
 
   def close(self) -> None:
@@ -304,16 +281,15 @@ class Session:
     if self._busy:
       self._busy.cancel()
     if self._handle is not None:
-      self._engine.close(self._handle)
+      self.engine.close(self._handle)
       self._handle = None
 
   def trajectory(self, failed: bool = False) -> types.Trajectory:
     """What was recorded."""
     segments = self._record.segments
     if not segments:  # no request came
-      ids = self._tokenizer.encode_parts([(self.question.text, False)], True)
-      ids = np.asarray(ids, np.int32)
-      segments = (types.Segment(ids, 'prompt', 'other'),)
+      ids = self.tokenizer.encode_parts([(self.question.text, False)], True)
+      segments = (_segment(ids, 'prompt'),)
     meta = {'edits': self.edits}
     if self.returned is not None:
       meta['returned'] = self.returned
@@ -338,10 +314,6 @@ class Busy(RuntimeError):
 
 class SearchFailed(RuntimeError):
   """A search of a program failed."""
-
-  def __init__(self, error: types.SearchError):
-    super().__init__(f'{error.kind}: {error.message}')
-    self.error = error
 
 
 class Closed(RuntimeError):
@@ -371,5 +343,5 @@ class Sessions:
     session.close()
 
 
-def _key(tools) -> str:
-  return json.dumps(list(tools), sort_keys=True)
+def _segment(ids, author: str, **more) -> types.Segment:
+  return types.Segment(np.asarray(ids, np.int32), author, 'other', **more)

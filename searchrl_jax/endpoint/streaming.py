@@ -11,10 +11,9 @@ from collections.abc import Callable, Sequence
 import dataclasses
 from typing import Any
 
-import numpy as np
-
 from searchrl_jax.engines.core import Completion, Handle, Sampling
 from searchrl_jax.engines.handles import Request
+from searchrl_jax.text import parser
 
 PIECE = 8  # tokens; as many as the in-process engine decodes in a call
 _CALL = '<tool_call>'  # with which a call begins, see `chat.read_calls`
@@ -47,7 +46,7 @@ class Streamed:
   async def generate(self, handle: Handle, sampling: Sampling) -> Completion:
     """As `Engine.generate`; an error leaves the handle as it was."""
     engine, before, self.told = self._engine, len(handle), None
-    request, versions = Request(handle, sampling), []
+    request = Request(handle, sampling)
     limit = sampling.limit or before + sampling.max_tokens
     try:
       while not request.stop:
@@ -60,9 +59,8 @@ class Streamed:
         if beyond:
           engine.truncate(handle, len(handle) - beyond)
         kept = len(ids) - beyond
-        versions += done.versions[:kept].tolist()
-        whole, own = request.completion(), np.array(versions, np.int32)
-        self.told = dataclasses.replace(whole, versions=own)
+        request.versions[-kept:] = done.versions[:kept].tolist()
+        self.told = request.completion()
         self._tell(ids[:kept])
     except BaseException:
       engine.truncate(handle, before)
@@ -104,11 +102,5 @@ class Deltas:
     if self._tools and (text[:1] == '{' or not text[:1].strip()):
       return 0
     ends = [text.find(mark) for mark in self._marks if mark in text]
-    ends += [
-      len(text) - n
-      for mark in self._marks
-      for n in range(1, len(mark))
-      if text.endswith(mark[:n])
-    ]
-    end = min(ends, default=len(text))
+    end = min([*ends, len(text) - parser.held(text, self._marks)])
     return len(text[:end].rstrip()) if self._tools else end

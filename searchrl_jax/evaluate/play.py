@@ -75,14 +75,11 @@ def opened(
   config = config.copy_and_resolve_references()
   config.eval.n, config.engine.slots = 1, slots
   config.engine.prefill_rows = min(config.engine.prefill_rows, slots)
-  with contextlib.ExitStack() as stack:
-    if workdir:
-      folder = os.path.join(workdir, home)
-      os.makedirs(folder, exist_ok=True)
-    else:
-      folder = stack.enter_context(tempfile.TemporaryDirectory())
-    model = policy.loaded(config, workdir, folder, which, loop)
-    yield Player(config, stack.enter_context(model), folder)
+  with tempfile.TemporaryDirectory() as spare:
+    folder = os.path.join(workdir or spare, home)
+    os.makedirs(folder, exist_ok=True)
+    with policy.loaded(config, workdir, folder, which, loop) as have:
+      yield Player(config, have, folder)
 
 
 class _Told:
@@ -114,17 +111,17 @@ class _Told:
     if self._part:
       self._decoder.reset()
       self._feed()
-    self._parser, kinds, _ = self._parser.finish()
-    self._show(kinds)
+    self._show(self._parser.finish())
 
   def _feed(self) -> None:
     piece = b''.join(map(self._bytes, self._part))
     self._waiting.append(self._part)
     self._part = []
-    self._parser, kinds, _ = self._parser.feed([piece])
-    self._show(kinds)
+    self._show(self._parser.feed([piece]))
 
-  def _show(self, kinds: Sequence[str]) -> None:
+  def _show(self, read) -> None:
+    """Tells of what has become certain; read: what the parser returns."""
+    self._parser, kinds, _ = read
     for kind in kinds:
       ids = np.array(self._waiting.pop(0), np.int32)
       self._tell(self._name, Segment(ids, 'policy', kind))

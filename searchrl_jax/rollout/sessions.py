@@ -15,8 +15,8 @@ service is (design 5.4).
 
 import asyncio
 from collections.abc import Callable, Sequence
+from concurrent import futures
 import contextlib
-import dataclasses
 import functools
 import inspect
 import json
@@ -33,6 +33,7 @@ from searchrl_jax.endpoint import app
 from searchrl_jax.endpoint.sessions import Session, Sessions
 from searchrl_jax.engines.core import Sampling
 from searchrl_jax.rollout.core import Services
+from searchrl_jax.store import records
 from searchrl_jax.types import Group, Question, SearchError, SearchRequest
 
 
@@ -45,31 +46,32 @@ async def sample(
 ) -> list[Group]:
   """A trajectory of the program for each name; see the module."""
   c, env = services.config, services.env
-  slots, sessions = services.slots(), Sessions()
-  sampling = Sampling(
-    1,
-    temperature=c.temperature,
-    top_p=c.top_p,
-    top_k=c.top_k,
-    priority=services.step,
-  )
-  play = _program(program)
+  slots, sessions, play = services.slots(), Sessions(), _program(program)
+  own = Sampling(1, c.temperature, c.top_p, c.top_k, priority=services.step)
 
   async def one(url: str, question: Question, n: int) -> None:
+    name = f'{question.id}/{services.role}/{n}'
+    count = functools.partial(services.count, (question.id, n))
+
+    def seed(context: int) -> int:
+      branch = ('context', context) if context else ()
+      return services.stream(question, n, branch)
+
+    async def find(queries, k: int, turn: int):
+      requests = [SearchRequest(q, k, question, turn=turn) for q in queries]
+      return await services.search(name, requests, count)
+
     async with slots:
-      seeds = lambda k: services.stream(
-        question, n, ('context', k) if k else ()
-      )
       session = Session(
         question,
         n,
         engine=services.engine,
         tokenizer=env.tokenizer,
-        sampling=sampling,
-        seeds=seeds,
+        sampling=own,
+        seeds=seed,
         limits=env.config,
-        search=functools.partial(_search, services, question, n),
-        count=functools.partial(services.count, (question.id, n)),
+        find=find,
+        count=count,
         role=services.role,
       )
       sessions.open(session)
@@ -90,9 +92,8 @@ async def sample(
       if session.broken:  # not a failure of the program, whatever it made of it
         raise session.broken
       if failed:
-        request = SearchRequest('', 0, question)
         services.last_error = SearchError(
-          request, 'program', f'{program}: {failed}'
+          SearchRequest('', 0, question), 'program', f'{program}: {failed}'
         )
     services.record(session.trajectory(bool(failed)))
 
@@ -105,13 +106,6 @@ async def sample(
     ]
     await services.gather(work)
   return services.groups(questions)
-
-
-async def _search(services: Services, question, n: int, queries, k: int, turn):
-  name = f'{question.id}/{services.role}/{n}'
-  requests = [SearchRequest(q, k, question, turn=turn) for q in queries]
-  count = functools.partial(services.count, (question.id, n))
-  return await services.search(name, requests, count)
 
 
 def check(config: ConfigDict) -> None:
@@ -131,7 +125,7 @@ sample.check = check  # type: ignore[attr-defined]
 
 def _program(name: str):
   """async (url, key, question) -> reward or None."""
-  lookup.require(name, 'it is empty; name a function or a command')
+  lookup.require(name.strip(), 'it is empty; name a function or a command')
   if ' ' in name or '/' in name:
     words = shlex.split(name)
     what = f'{words[0]!r} is no command here'
@@ -145,8 +139,13 @@ def _program(name: str):
 async def _on_loop(function: Callable, *args):
   try:
     return await function(*args)
-  except SystemExit as error:  # it would end the loop
-    raise RuntimeError(repr(error)) from error
+  except (SystemExit, asyncio.CancelledError) as error:
+    # The first would end the loop, the second the rollout, unless it came from
+    # there.
+    task = asyncio.current_task()
+    if isinstance(error, SystemExit) or not task.cancelling():
+      raise RuntimeError(repr(error)) from error
+    raise
 
 
 async def _in_thread(function: Callable, *args):
@@ -155,37 +154,30 @@ async def _in_thread(function: Callable, *args):
   One that hangs keeps its thread, which does not keep the process: those of an
   executor would.
   """
-  loop = asyncio.get_running_loop()
-  done = loop.create_future()
-
-  def settle(result, error) -> None:
-    if done.cancelled():  # it took too long
-      return
-    done.set_result(result) if error is None else done.set_exception(error)
+  done: futures.Future = futures.Future()
+  done.set_running_or_notify_cancel()  # nobody can cancel what the thread does
 
   def run() -> None:
-    result, error = None, None
     try:
-      result = function(*args)
+      done.set_result(function(*args))
     except BaseException as e:  # sys.exit() too is of the program alone
-      # A future takes no StopIteration.
-      plain = isinstance(e, Exception) and not isinstance(e, StopIteration)
-      error = e if plain else RuntimeError(repr(e))
-    with contextlib.suppress(RuntimeError):  # the loop has ended
-      loop.call_soon_threadsafe(settle, result, error)
+      # A future takes no StopIteration, and gives the other as one's own.
+      odd = isinstance(e, (StopIteration, futures.CancelledError))
+      plain = isinstance(e, Exception) and not odd
+      done.set_exception(e if plain else RuntimeError(repr(e)))
 
   threading.Thread(target=run, name='program', daemon=True).start()
-  return await done
+  return await asyncio.wrap_future(done)
 
 
 async def _command(command: Sequence[str], url, key, question: Question):
-  own = json.dumps(dataclasses.asdict(question))
   found = {'OPENAI_BASE_URL': url, 'OPENAI_API_KEY': key}
+  found['SEARCHRL_QUESTION'] = json.dumps(records.plain(vars(question)))
   # A file: what the program has started may keep a pipe open.
   with tempfile.TemporaryFile() as said:
     process = await asyncio.create_subprocess_exec(
       *command,
-      env=os.environ | found | {'SEARCHRL_QUESTION': own},
+      env=os.environ | found,
       stdout=asyncio.subprocess.DEVNULL,
       stderr=said,
       start_new_session=True,

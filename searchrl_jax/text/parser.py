@@ -24,6 +24,7 @@ import dataclasses
 import functools
 import itertools
 import re
+from typing import AnyStr
 
 import numpy as np
 
@@ -66,9 +67,10 @@ def tags_of(template) -> Tags:
   return Tags(template.tags)
 
 
-def _held(data: bytes, tags: Iterable[bytes]) -> int:
-  """Number of bytes at the end of `data` that may start one of `tags`."""
-  starts = (tag[:n] for tag in tags for n in range(1, len(tag)))
+def held(data: AnyStr, tags: Iterable[AnyStr]) -> int:
+  """The length of the end of `data` that may start one of `tags`."""
+  most = len(data) + 1
+  starts = (tag[:n] for tag in tags for n in range(1, min(len(tag), most)))
   return max(map(len, filter(data.endswith, starts)), default=0)
 
 
@@ -112,7 +114,7 @@ class Parser:
       match = tags.search[block](data, at)
       end = match.start() if match else len(data)
       if not match and not final:
-        end -= _held(data[at:], tags.wanted[block])
+        end -= held(data[at:], tags.wanted[block])
       inner += data[at:end]
       if end > at:
         spans.append((end, block, block))

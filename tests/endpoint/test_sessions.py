@@ -220,6 +220,16 @@ def test_an_error_of_the_engine_is_kept():
   assert 'device' in str(session.broken) and engine.opened == 0
 
 
+def test_an_error_of_the_source_is_kept():
+  async def lost(queries, k, turn):
+    raise TypeError('a source with a bug')
+
+  session = made(find=lost)
+  with pytest.raises(TypeError):
+    asyncio.run(session.search(['who'], 3))
+  assert 'with a bug' in str(session.broken)
+
+
 def test_contexts_are_counted():
   counted = collections.Counter()
   session = made(count=lambda **counts: counted.update(counts))

@@ -172,6 +172,15 @@ def test_what_may_be_a_stop_waits():
   assert told == ['say ', '', '</y> and ', '']
 
 
+def test_a_stop_of_megabytes_holds_nobody_up():
+  deltas = Deltas(Tokens(), ['ab' * (5 << 20)])
+  assert [deltas(text.encode()) for text in ('say a', 'b', 'c')] == [
+    'say ',
+    '',
+    'abc',
+  ]
+
+
 def test_text_before_a_call_comes_at_once():
   deltas = Deltas(Tokens(), tools=True)
   texts = ['I look ', 'it up. ', '<tool', '_call>{}', '</tool_call>']

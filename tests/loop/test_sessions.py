@@ -1,6 +1,7 @@
 """A program with OpenAI's client trains the policy that it talks to."""
 
 import asyncio
+from concurrent import futures
 import pathlib
 import sys
 import threading
@@ -135,7 +136,7 @@ post('/reward', {'reward': len(question['id']) % 2})
   assert all(r.trajectory.turns == 1 for r in found)
 
 
-@pytest.mark.parametrize('program', ['nobody', './nothing here', 'x "'])
+@pytest.mark.parametrize('program', ['nobody', './nothing here', 'x "', ' '])
 def test_a_program_that_there_is_not_is_named(url, program):
   c = config(url, 'nobody')
   c.rollout.program = program if ' ' in program else c.rollout.program
@@ -189,14 +190,54 @@ async def leaves(*args):
   sys.exit(3)
 
 
-@pytest.mark.parametrize('name', ['finds_nothing', 'leaves'])
-def test_whatever_a_program_raises_is_an_error_of_its_own(name):
-  with pytest.raises(RuntimeError, match='StopIteration|SystemExit'):
+def gives_up_there(*args):
+  task = futures.Future()
+  task.cancel()
+  task.result()
+
+
+async def gives_up(*args):
+  task = asyncio.ensure_future(asyncio.sleep(9))
+  task.cancel()
+  await task
+
+
+@pytest.mark.parametrize(
+  'name, error',
+  [
+    ('finds_nothing', 'StopIteration'),
+    ('leaves', 'SystemExit'),
+    ('gives_up', 'CancelledError'),
+    ('gives_up_there', 'CancelledError'),
+  ],
+)
+def test_whatever_a_program_raises_is_an_error_of_its_own(name, error):
+  with pytest.raises(RuntimeError, match=error):
     run(f'{__name__}.{name}', '', '', tiny)
 
 
+async def waits(*args):
+  await asyncio.Event().wait()
+
+
+def waits_there(*args):
+  threading.Event().wait(0.1)
+
+
+@pytest.mark.parametrize('name', ['waits', 'waits_there'])
+def test_a_program_can_be_cancelled(name):
+  async def main():
+    with pytest.raises(TimeoutError):
+      async with asyncio.timeout(0.01):
+        await sessions._program(f'{__name__}.{name}')('', '', tiny)
+    await asyncio.sleep(0.2)  # the thread ends, and nobody waits for it
+
+  asyncio.run(main())
+
+
 def test_a_command_may_leave_something_behind(tmp_path):
-  script, question = tmp_path / 'forks.sh', Question('q', 'who?')
+  script = tmp_path / 'forks.sh'
+  question = Question('q', 'who?', meta={'rank': np.int64(3)})
   script.write_text('sleep 600 & echo $! > "$0.pid"; echo lost >&2; exit $1')
   run(f'sh {script} 0', '', '', question)
   with pytest.raises(RuntimeError, match='status 3: lost'):
