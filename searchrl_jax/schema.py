@@ -62,6 +62,7 @@ RANGES = (
   (
     'env.max_turns env.keep_observations env.max_note_tokens '
     'rollout.concurrency rollout.refill rollout.max_staleness '
+    'teacher.gold.aliases teacher.gold.swaps '
     'rollout.mismatch_alarm critic.lr critic.clip critic.warmup optim.warmup '
     'sft.warmup eval.questions eval.temperature eval.every checkpoint.every '
     'train.seconds sft.seconds log.trajectories_every model.lora.rank '
@@ -72,7 +73,7 @@ RANGES = (
   ('env.real_searches', lambda x: x >= -1, 'a number, or -1 for all'),
   (
     'optim.lr sft.lr source.timeout source.simulator.timeout judge.timeout '
-    'model.lora.alpha algorithm.tis_cap',
+    'model.lora.alpha algorithm.tis_cap teacher.gold.first',
     lambda x: x > 0,
     'above 0',
   ),
@@ -362,6 +363,13 @@ def base() -> ConfigDict:
   c.teacher.context_kw = ConfigDict()  # that function's own fields
   c.teacher.frame = '{text} {hint}'  # the question's text with the hint
   c.teacher.others = False  # the hint of another question: a control
+  # What it makes of the golden answer, for advantages that take `gold`
+  # (learn/potential.py).
+  c.teacher.gold = ConfigDict()
+  c.teacher.gold.frame = ''  # before the answer; '' = the template's tag
+  c.teacher.gold.aliases = 1  # golden answers; 0 = all
+  c.teacher.gold.first = 1.0  # weight of its first three tokens
+  c.teacher.gold.swaps = 0  # replacements of each observation
   c.teacher.weights = 'live'  # live, frozen, copy, ema
   c.teacher.every = 50  # steps between two copies
   c.teacher.rate = 0.05  # of 'ema', which each step takes

@@ -96,10 +96,10 @@ def _train(config, workdir: str) -> dict[str, float]:
         batch = batching.of_step(
           groups, reward, config, shards=learner.shards, seed=seed
         )
-        taught = teacher.rows(
+        asked = teacher.ask(
           batch, config, env, shards=learner.shards, seed=seed
         )
-      outputs = learner.outputs(batch, run.writer.timer, taught=taught)
+      outputs = learner.outputs(batch, run.writer.timer, asked=asked)
       given = credit.assign(config, batch, **outputs._asdict(), greedy=baseline)
 
       # Advantages -> loss -> update; `end_step` publishes the weights.

@@ -72,9 +72,11 @@ async def likelihood(trajectories, context, *, frame: str):
   wanted = []
   for t in trajectories:
     gold = tok.encode(f' {t.question.answers[0]}')
-    rows = [(*t.before(n).tolist(), *opened, *gold) for n in histories(t)]
+    rows = [
+      (*t.before(n).tolist(), *opened, *gold) for n in progress.histories(t)
+    ]
     rows = [r for r in rows if len(r) <= engine.max_len]
-    wanted.append((rows, len(histories(t))))
+    wanted.append((rows, len(progress.histories(t))))
     known |= {r: len(gold) for r in rows}
   found = await asyncio.gather(*(of(r, n) for r, n in known.items()))
   phi = dict(zip(known, found))
@@ -86,14 +88,6 @@ async def likelihood(trajectories, context, *, frame: str):
 
 likelihood.needs = ('answers',)
 likelihood.needs_step = True  # the weights that are to be updated
-
-
-def histories(trajectory) -> list[int]:
-  """Lengths in tokens: before the first turn, after each observation."""
-  read = progress.readings(trajectory)
-  prompt = progress.structure.spans_of(trajectory)
-  first = next((s.start for s in prompt if s.acts), len(trajectory))
-  return [first, *(s.end for s in read)]
 
 
 def by_position(values, valid, group_ids, mask, *, eps: float, ddof: int):

@@ -287,10 +287,10 @@ def _train(config, workdir: str) -> dict[str, float]:
             shards=learner.shards,
             seed=seed,
           )
-          taught = teacher.rows(
+          asked = teacher.ask(
             batch, c, envs[role], shards=learner.shards, seed=seed
           )
-        outputs = learner.outputs(batch, run.writer.timer, role, taught)
+        outputs = learner.outputs(batch, run.writer.timer, role, asked)
         given = credit.assign(c, batch, **outputs._asdict(), greedy=None)
         learned = learner.update(batch.minibatches, outputs, given, run, role)
         learned |= given.metrics | dict(batch.counts)

@@ -22,6 +22,8 @@ keyword. These arrays are:
       stands before it. Elsewhere anything, NaN included (`gae`).
     delta: B float arrays [n]: log-prob of each loss token by the teacher, less
       that by the policy; 0 without a teacher (learn/teacher.py).
+    gold: B `potential.Levels`: what the teacher makes of the golden answer
+      before the first turn and after each observation (learn/potential.py).
     structure: the `structure.Structure` of the batch: segments and their
       spans, turns, passages, and labels to group turns by (`turn_normalised`).
 
@@ -36,8 +38,8 @@ What the config check has to know of a function are attributes of it:
     divides_by_spread = True: it divides by a deviation within a cell, which
       would blow up the noise of a KL in the reward (`algorithm.kl`).
     needs, check: see `data.checks.require_needs` and `checks`.
-    targets(values, valid, [arrays], *, gamma, lam) -> B arrays [n]: what its
-      critic learns; the default is `lambda_returns`.
+    targets(values, valid, [arrays], *, fields) -> B arrays [n]: what its critic
+      learns, from some of its own fields; the default is `lambda_returns`.
 
 `by_cell` compares values within the cells of any partition, groups or others.
 

@@ -17,7 +17,7 @@ from searchrl_jax.rewards import core as rewards
 from searchrl_jax.text import structure
 
 # What an advantage function may take besides values, valid and group_ids.
-ARRAYS = ('greedy', 'mask', 'critic', 'structure', 'delta')
+ARRAYS = ('greedy', 'mask', 'critic', 'structure', 'delta', 'gold')
 
 
 def function(name: str) -> Callable:
@@ -51,7 +51,7 @@ class Credit(NamedTuple):
 
 
 def assign(
-  config, batch: StepBatch, *, old, ref, values, greedy, delta=None
+  config, batch: StepBatch, *, old, ref, values, greedy, told=None
 ) -> Credit:
   """The advantages of a step's trajectories, and what its critic learns.
 
@@ -61,7 +61,7 @@ def assign(
     old, ref, values: log-probs of the trainer and of the reference, and the
       critic's values: an array [B, T] for each microbatch, nested as the
       minibatches are; None where they are not needed.
-    delta: what the teacher says of each token (`teacher.Deltas`), or None.
+    told: what a teacher has said, ({name: arrays}, metrics), or None.
     greedy: returns of greedy answers, one for each group, or None.
   """
   a = config.algorithm
@@ -80,12 +80,11 @@ def assign(
       earned = [x - a.kl_coef * kl for x, kl in zip(earned, penalty)]
   elif penalty is not None:
     earned = earned - a.kl_coef * np.array([kl.sum() for kl in penalty])
-  arrays = {'mask': masks, 'greedy': greedy}
+  told_arrays, told_metrics = told or ({}, {})
+  arrays = {'mask': masks, 'greedy': greedy, **told_arrays}
+  metrics |= told_metrics
   if 'structure' in taken:
     arrays['structure'] = structure.of(batch.trajectories, masks)
-  if delta is not None:
-    arrays['delta'] = delta.values
-    metrics |= delta.metrics
   if values is not None:
     arrays['critic'] = batching.unpacked(minibatches, values, masks)
   # To an advantage, what is left out of the batch is not valid: its KL is not
@@ -101,5 +100,6 @@ def assign(
   if 'critic' in taken:
     of = getattr(assign_to, 'targets', advantages.lambda_returns)
     inputs = [arrays[name] for name in lookup.inputs(of)[2:]]
-    targets = of(earned, valid, *inputs, gamma=kw.gamma, lam=kw.lam)
+    fields = {name: kw[name] for name in lookup.fields(of)}
+    targets = of(earned, valid, *inputs, **fields)
   return Credit(assigned, targets, metrics)

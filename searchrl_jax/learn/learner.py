@@ -28,7 +28,7 @@ class Outputs(NamedTuple):
   old: list  # log-probs of the policy; None: not needed
   ref: list  # of the reference policy; None: not needed
   values: list | None  # of the critic
-  delta: teachers.Deltas | None  # of the teacher
+  told: tuple[dict, dict]  # by a teacher: arrays for advantages, metrics
 
 
 class Learner:
@@ -73,8 +73,8 @@ class Learner:
       self._updaters[role] = self.updater = update.Updater(
         cfg, config.batch, objective=goal, **shared
       )
-    teacher = config.teacher
-    weights = teacher.weights if teacher.context and not supervised else 'live'
+    taught = not supervised and any(map(self._taught, self._roles))
+    weights = config.teacher.weights if taught else 'live'
     self._teacher_weights = weights
     self._has_ref = not supervised and (
       weights == 'frozen'
@@ -166,7 +166,8 @@ class Learner:
     """
     for role, updater in self._updaters.items():
       values = updater is self._critic
-      updater.warmup(score=values or self._has_ref or self.needs_old(role))
+      score = values or self._has_ref or self.needs_old(role)
+      updater.warmup(score=score or self._taught(role))
     return self._updaters
 
   def warmup(self) -> None:
@@ -183,16 +184,21 @@ class Learner:
     taught = 'delta' in credits.needs(algorithm.advantage)
     return objective.needs_old or algorithm.kl == 'reward' or taught
 
+  def _taught(self, role: str) -> bool:
+    """Whether the role's advantages take what a teacher says."""
+    taken = credits.needs(self._roles[role].algorithm.advantage)
+    return not {'delta', 'gold'}.isdisjoint(taken)
+
   def outputs(
     self,
     batch: batching.StepBatch,
     timer,
     role: str = '',
-    taught: teachers.Rows | None = None,
+    asked: Sequence[teachers.Asked] = (),
   ) -> Outputs:
-    """Log-probs and values of a step's rows, and of those of its teacher."""
+    """Log-probs and values of a step's rows, and what its teacher says."""
     config, updater = self._roles[role], self._updaters[role]
-    minibatches, delta = batch.minibatches, None
+    minibatches, arrays, metrics = batch.minibatches, {}, {}
     none = [None] * len(minibatches)
 
     def of(wanted, updater, params):
@@ -204,13 +210,16 @@ class Learner:
       values = None
       if config.critic.lr:
         values = self._critic.outputs(self._critic_state.params, minibatches)
-      if taught is not None:
-        params = {'live': self._state.params, 'frozen': self._ref}
-        params = params.get(self._teacher_weights, self._teacher)
-        told = updater.outputs(params, taught.minibatches)
+      own = None
+      if self.needs_old(role):
         own = batching.unpacked(minibatches, old, batch.masks)
-        delta = teachers.deltas(taught, told, own, batch.masks)
-    return Outputs(old, ref, values, delta)
+      weights = {'live': self._state.params, 'frozen': self._ref}
+      for question in asked:
+        params = weights.get(self._teacher_weights, self._teacher)
+        scored = updater.outputs(params, question.minibatches)
+        arrays[question.name], more = question.read(scored, own)
+        metrics |= more
+    return Outputs(old, ref, values, (arrays, metrics))
 
   def update(
     self, minibatches: Sequence, outputs: Outputs, credit: Credit, run, role=''

@@ -1,7 +1,11 @@
-"""A teacher: the policy with a prompt that tells it more.
+"""A teacher: the policy, or a copy of it, that is asked about a step's rows.
 
-It scores the tokens that the policy wrote, observations between them included,
-and samples nothing. `delta` of an advantage function is, for each loss token,
+It samples nothing. What it is asked follows from the arrays that the advantage
+function takes: `delta`, here, or `gold` (`learn.potential`).
+
+For `delta` its prompt tells it more than that of the policy, and it scores the
+tokens that the policy wrote, observations between them included. `delta` is,
+for each loss token,
 
     delta_t = log T(a_t) - log S(a_t)
 
@@ -35,25 +39,31 @@ from typing import NamedTuple
 import numpy as np
 
 from searchrl_jax import lookup, types
-from searchrl_jax.learn import batching
+from searchrl_jax.learn import batching, credit, potential
 from searchrl_jax.learn.batching import StepBatch
 from searchrl_jax.types import Trajectory
 
 FRAME = '{text}', '{hint}'
 
 
+class Asked(NamedTuple):
+  """Rows for a teacher to score, and what reads the array `name` from them.
+
+  read(log-probs [B, T] of the microbatches, nested as they are, B arrays [n] of
+  the policy's or None) -> (one value for each trajectory, metrics).
+  """
+
+  name: str
+  minibatches: list
+  read: Callable[..., tuple[list, dict[str, float]]]
+
+
 class Rows(NamedTuple):
-  """What a teacher scores: B trajectories, of which some are in minibatches."""
+  """B trajectories, of which those that are taught have another prompt."""
 
   trajectories: Sequence[Trajectory]
   taught: np.ndarray  # bool [B]
-  minibatches: list
   too_long: int  # hints that did not fit
-
-
-class Deltas(NamedTuple):
-  values: list[np.ndarray]  # B float32 arrays [n]
-  metrics: dict[str, float]
 
 
 def context(config) -> Callable:
@@ -80,8 +90,8 @@ def check(config) -> None:
   lookup.require(all(part in c.frame for part in FRAME), what)
 
 
-def rows(batch: StepBatch, config, env, *, shards: int, seed) -> Rows | None:
-  """The rows of a step's teacher; None if the config has none.
+def ask(batch: StepBatch, config, env, *, shards: int, seed) -> list[Asked]:
+  """What the advantage function of the config wants to know of a step.
 
   Args:
     batch: of the step.
@@ -90,20 +100,21 @@ def rows(batch: StepBatch, config, env, *, shards: int, seed) -> Rows | None:
     shards, seed: those of `batch`. With the policy's own prompts the rows are
       those of `batch`, and so are the programs: every delta is 0.
   """
-  c = config.teacher
-  if not c.context:
-    return None
-  hints, longest = _hints(batch, c, env), config.batch.lengths[-1]
-  told, taught, too_long = [*batch.trajectories], batch.kept.copy(), 0
-  for i, hint in enumerate(hints):
-    taught[i] &= hint is not None and not told[i].contexts
-    if taught[i]:
-      told[i] = _told(told[i], hint, c.frame, env)
-      taught[i] = sum(len(s.ids) for s in told[i].trained) <= longest
-      too_long += not taught[i]
+  known = {'delta': _ask_delta, 'gold': potential.ask}
+  taken = credit.needs(config.algorithm.advantage)
+  how = dict(shards=shards, seed=seed)
+  return [
+    Asked(name, *fn(batch, config, env, **how))
+    for name, fn in known.items()
+    if name in taken
+  ]
+
+
+def _ask_delta(batch: StepBatch, config, env, *, shards: int, seed):
+  rows = told_rows(batch, config, env)
   minis = batching.make(
-    told,
-    taught,
+    rows.trajectories,
+    rows.taught,
     batch.group_ids,
     config.batch,
     config.algorithm.minibatches,
@@ -111,7 +122,22 @@ def rows(batch: StepBatch, config, env, *, shards: int, seed) -> Rows | None:
     contexts=config.env.max_contexts,
     seed=seed,
   )
-  return Rows(told, taught, minis, too_long)
+  read = lambda scored, old: deltas(rows, minis, scored, old, batch.masks)
+  return minis, read
+
+
+def told_rows(batch: StepBatch, config, env) -> Rows:
+  """The trajectories of a step behind prompts with hints."""
+  c, longest = config.teacher, config.batch.lengths[-1]
+  hints = _hints(batch, c, env)
+  told, taught, too_long = [*batch.trajectories], batch.kept.copy(), 0
+  for i, hint in enumerate(hints):
+    taught[i] &= hint is not None and not told[i].contexts
+    if taught[i]:
+      told[i] = _told(told[i], hint, c.frame, env)
+      taught[i] = sum(len(s.ids) for s in told[i].trained) <= longest
+      too_long += not taught[i]
+  return Rows(told, taught, too_long)
 
 
 def _hints(batch: StepBatch, c, env) -> list[str | None]:
@@ -149,18 +175,18 @@ def _response(t: Trajectory) -> tuple:
 
 
 def deltas(
-  rows: Rows, scored: Sequence, old: Sequence[np.ndarray], masks
-) -> Deltas:
-  """What the teacher says of each token.
+  rows: Rows, minibatches, scored: Sequence, old: Sequence[np.ndarray], masks
+) -> tuple[list[np.ndarray], dict[str, float]]:
+  """B float32 arrays [n], and metrics.
 
   Args:
-    rows: of the step.
-    scored: log-probs [B, T] of its microbatches, nested as they are.
+    rows, minibatches: of the step.
+    scored: log-probs [B, T] of the microbatches, nested as they are.
     old: B arrays [n] of the policy (`batching.unpacked`).
     masks: B bool arrays [n], of the policy's rows.
   """
   told = batching.masks(rows.trajectories)
-  teacher, values = batching.unpacked(rows.minibatches, scored, told), []
+  teacher, values = batching.unpacked(minibatches, scored, told), []
   for t, ok, new, own, mask in zip(
     rows.trajectories, rows.taught, teacher, old, masks, strict=True
   ):
@@ -172,14 +198,11 @@ def deltas(
   taught = [m for m, ok in zip(masks, rows.taught) if ok]
   tokens = sum(int(m.sum()) for m in taught)
   size = sum(float(np.abs(d).sum()) for d in values)
-  return Deltas(
-    values,
-    {
-      'teacher_rows': float(rows.taught.sum()),
-      'teacher_too_long': float(rows.too_long),
-      'teacher_delta_abs': size / max(tokens, 1),
-    },
-  )
+  return values, {
+    'teacher_rows': float(rows.taught.sum()),
+    'teacher_too_long': float(rows.too_long),
+    'teacher_delta_abs': size / max(tokens, 1),
+  }
 
 
 # Hints.

@@ -50,6 +50,13 @@ def readings(trajectory: Trajectory) -> list[structure.Span]:
   return [s for s in structure.spans_of(trajectory) if s.observes]
 
 
+def histories(trajectory: Trajectory) -> list[int]:
+  """Lengths in tokens: before the first turn, after each observation."""
+  spans = structure.spans_of(trajectory)
+  first = next((s.start for s in spans if s.acts), len(trajectory))
+  return [first, *(s.end for s in spans if s.observes)]
+
+
 async def supporting(
   trajectories: Sequence[Trajectory], context: RewardContext
 ) -> list[np.ndarray]:

@@ -49,6 +49,7 @@ def config(context='own', **kw):
   c.batch.loss_fraction, c.batch.head_chunk = 1.0, 64
   c.env.max_tokens = 512
   c.teacher.context = context
+  c.algorithm.advantage = 'distilled'
   c.update_from_flattened_dict(kw)
   return c
 
@@ -61,7 +62,13 @@ def step(groups=PLAYS, returns=(1, 0, 0, 1, 0), c=None):
 
 
 def rows(batch, c):
-  return teacher.rows(batch, c, hand.ENV, shards=1, seed=3)
+  return teacher.told_rows(batch, c, hand.ENV)
+
+
+def ask(batch, c):
+  """(what `delta` is read from, by hand.ENV)."""
+  [asked] = teacher.ask(batch, c, hand.ENV, shards=1, seed=3)
+  return asked
 
 
 @functools.cache
@@ -81,12 +88,12 @@ def params():
   return decoder.init_params(CFG, jax.random.key(0), scale=0.3)
 
 
-def deltas(batch, told):
-  u = updater()
+def deltas(batch, c):
+  u, asked = updater(), ask(batch, c)
   old = u.outputs(params(), batch.minibatches)
   own = batching.unpacked(batch.minibatches, old, batch.masks)
-  found = u.outputs(params(), told.minibatches)
-  return teacher.deltas(told, found, own, batch.masks)
+  assert asked.name == 'delta'
+  return asked.read(u.outputs(params(), asked.minibatches), own)
 
 
 def logps(ids):
@@ -106,13 +113,11 @@ def ids_of(t):
 @pytest.mark.slow
 def test_with_its_own_prompt_every_delta_is_0_to_the_bit():
   batch = step()
-  told = rows(batch, config())
-  assert told.taught.all()
-  found = deltas(batch, told)
-  for d, mask in zip(found.values, batch.masks, strict=True):
+  values, metrics = deltas(batch, config())
+  for d, mask in zip(values, batch.masks, strict=True):
     assert d.dtype == np.float32 and len(d) == len(mask)
     assert not d.any()
-  assert found.metrics == {
+  assert metrics == {
     'teacher_rows': 5,
     'teacher_too_long': 0,
     'teacher_delta_abs': 0,
@@ -126,7 +131,7 @@ def test_deltas_are_those_of_the_model_called_on_each_sequence():
   told = rows(batch, c)
   # The right ones are sole successes of their groups: nobody shows them one.
   assert told.taught.tolist() == [False, True, True, False, True]
-  found = deltas(batch, told).values
+  found, _ = deltas(batch, c)
   for i, (t, mask) in enumerate(zip(batch.trajectories, batch.masks)):
     if not told.taught[i]:
       assert not found[i].any()
@@ -148,8 +153,8 @@ def test_golden_deltas():
   # Three loss tokens of the idle trajectory, as the policy and the teacher
   # score them: -2 - -1.5 = -.5, -1 - -1 = 0, -.25 - -1 = .75.
   batch = step((hand.GROUP[2:],), (0.0,))
-  told = rows(batch, config())
-  [mask], [[b]] = batch.masks, told.minibatches
+  asked = ask(batch, config())
+  [mask], [[b]] = batch.masks, asked.minibatches
   at = np.flatnonzero(mask)
   old = np.zeros(len(mask))
   old[at[:3]] = [-1.5, -1, -1]
@@ -158,10 +163,10 @@ def test_golden_deltas():
   own = scored[span]
   own[at[:3]] = [-2, -1, -0.25]
   scored[span] = own
-  found = teacher.deltas(told, [[scored]], [old], batch.masks)
-  np.testing.assert_allclose(found.values[0][at[:4]], [-0.5, 0, 0.75, 0])
+  [found], metrics = asked.read([[scored]], [old])
+  np.testing.assert_allclose(found[at[:4]], [-0.5, 0, 0.75, 0])
   size = (0.5 + 0.75) / len(at)
-  assert found.metrics['teacher_delta_abs'] == pytest.approx(size)
+  assert metrics['teacher_delta_abs'] == pytest.approx(size)
 
 
 def test_what_has_no_teacher_is_counted_and_says_nothing():
@@ -178,7 +183,8 @@ def test_what_has_no_teacher_is_counted_and_says_nothing():
   c = config(**{'env.max_contexts': 2})
   batch = step(((several, hand.WRONG),), (1, 0), c)
   assert rows(batch, c).taught.tolist() == [False, True]
-  assert rows(batch, config('')) is None
+  c.algorithm.advantage = 'grpo'
+  assert teacher.ask(batch, c, hand.ENV, shards=1, seed=3) == []
 
 
 def long(group, returns, env):

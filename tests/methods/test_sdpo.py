@@ -20,7 +20,7 @@ def test_rows_without_another_right_one_learn_nothing():
   ):
     reward = Rewards(np.array(earned, np.float32), np.ones(3, bool))
     batch = batching.of_step([group], reward, c, shards=1, seed=0)
-    rows = teacher.rows(batch, c, hand.ENV, shards=1, seed=0)
+    rows = teacher.told_rows(batch, c, hand.ENV)
     assert rows.taught.tolist() == taught
 
 
@@ -30,7 +30,7 @@ def test_the_teacher_reads_what_the_policy_has_read():
   c.batch.lengths = (1024,)
   reward = Rewards(np.array([1, 0, 0], np.float32), np.ones(3, bool))
   batch = batching.of_step([hand.GROUP], reward, c, shards=1, seed=0)
-  rows = teacher.rows(batch, c, hand.ENV, shards=1, seed=0)
+  rows = teacher.told_rows(batch, c, hand.ENV)
   told = rows.trajectories[1].trained
   kinds = [(s.author, s.kind) for s in told]
   assert kinds.count(('environment', 'information')) == 2
