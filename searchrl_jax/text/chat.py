@@ -14,6 +14,7 @@ from searchrl_jax.text.untrusted import MARKS, Part, mark
 
 ROLES = 'system', 'developer', 'user', 'assistant', 'tool'
 _OPEN, _CLOSE = '<tool_call>', '</tool_call>'
+_PLACE = mark('')  # of a reply; other text has no such characters
 
 
 class ChatError(ValueError):
@@ -145,15 +146,9 @@ def render(
       return {marked(k): marked(v) for k, v in value.items()}
     return [*map(marked, value)] if isinstance(value, list) else value
 
-  shown = [
-    {'role': m['role']} | {k: marked(v) for k, v in m.items() if k != 'role'}
-    for m in messages
-  ]
-  place = None
+  shown = [marked(m) | {'role': m['role']} for m in messages]
   if after is not None:
-    place = mark(len(outside))
-    outside.append('')
-    shown[after] = {'role': 'assistant', 'content': place}
+    shown[after] = {'role': 'assistant', 'content': _PLACE}
   try:
     text = tokenizer.chat(shown, [*map(marked, tools)], reply)
     hidden = tools and text == tokenizer.chat(shown, reply=reply)
@@ -162,10 +157,10 @@ def render(
   if hidden:
     why = f'the chat template of {tokenizer.path} shows no tools'
     raise ChatError(f'{why}; describe them in a message', 'tools')
-  if place:
+  if after is not None:
     what = f'the chat template of {tokenizer.path} does not show a reply once'
-    require(text.count(place) == 1, what, ChatError)
-    text = text.partition(place)[2]
+    require(text.count(_PLACE) == 1, what, ChatError)
+    text = text.partition(_PLACE)[2]
   pieces = MARKS.split(text)
   for n in range(1, len(pieces), 2):
     said = outside[int(pieces[n])]
@@ -184,8 +179,6 @@ def read_calls(text: str, tools: Sequence[Mapping]) -> tuple[str, list[Call]]:
   schema does not allow are for the client to judge.
   """
   found: list[Call] = []
-  if not tools:
-    return text, found
   first, *others = text.split(_OPEN)
   rest = [first]
   for part in others:
