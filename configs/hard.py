@@ -19,23 +19,19 @@ selected. Arguments:
 
 import pathlib
 
-from ml_collections import ConfigDict
-
 from configs import wiki_nq
 from configs.methods import core
 from searchrl_jax import schema
 from searchrl_jax.text import prompts
 
-TEMPLATE = (
-  pathlib.Path(__file__).parents[1] / 'experiments/hard/browsecomp.json'
-)
+_HARD = pathlib.Path(__file__).parents[1] / 'experiments/hard'
+TEMPLATE = _HARD / 'browsecomp.json'
 
 
 def get_config(arg=None):
   kinds = {'hops': _hops, 'tau2': _tau2, 'browsecomp': _browsecomp}
-  a = schema.parse_arg(
-    arg, questions='hops', folder='', model='', template='', size=''
-  )
+  usual = dict(questions='hops', folder='', model='', template='', size='')
+  a = schema.parse_arg(arg, **usual)
   c = wiki_nq.get_config(f'model={a.model},template={a.template},size={a.size}')
   c.name = 'hard'
   core.chosen('questions', a.questions, kinds)(c, a)
@@ -47,8 +43,7 @@ def _hops(c, a):
   fields = c.data.train.nq.to_dict()
 
   def sets(path, names):
-    own = {n: dict(fields, path=path, source=f'{n}*') for n in names}
-    return ConfigDict(own)
+    return {n: dict(fields, path=path, source=f'{n}*') for n in names}
 
   c.data.train = sets('qa_train.jsonl.gz', ('hotpot', 'musique'))
   c.data.eval = sets('qa_dev.jsonl.gz', ('hotpot', '2wiki', 'musique'))
@@ -76,8 +71,7 @@ def _browsecomp(c, a):
   _evaluated(c, 'browsecomp', asked)
   corpus = f'{folder}/corpus.jsonl'
   c.source.update(module='experiments.hard.search', corpus=corpus, k=5)
-  opens = dict(module='open', found=False, chars=4000)
-  c.tools.get_document = ConfigDict(opens)
+  c.tools.get_document = dict(module='open', found=False, chars=4000)
   c.env.template = str(TEMPLATE)
   c.env.max_turns, c.env.max_turn_tokens = 30, 1024
   c.env.max_observation_tokens = 3072
@@ -85,5 +79,5 @@ def _browsecomp(c, a):
 
 
 def _evaluated(c, name, fields):
-  c.data.train, c.data.eval = ConfigDict(), ConfigDict({name: fields})
+  c.data.train, c.data.eval = {}, {name: fields}
   c.engine.slots = 16  # sequences are long

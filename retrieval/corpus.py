@@ -208,7 +208,7 @@ def _checked(path: str) -> Iterator[tuple[str, str, Document]]:
       if name not in names:
         raise CorpusError(f'{path}: no column {_missing(name, names)}')
     columns = [*_COLUMNS, _TITLE] if _TITLE in names else _COLUMNS
-    rows = (row for t in tables() for row in zip(*(t[c] for c in columns)))
+    rows = (row for t in tables for row in zip(*(t[c] for c in columns)))
     with progress(count, 'corpus', unit=' rows', iterable=rows) as watched:
       for number, row in enumerate(watched, 1):
         where = f'{path}: row {number}'
@@ -220,7 +220,7 @@ def _checked(path: str) -> Iterator[tuple[str, str, Document]]:
 
 @contextlib.contextmanager
 def _tables(path: str, magic: bytes) -> Iterator[tuple]:
-  """(rows, names of columns, function that returns record batches)."""
+  """(rows, names of columns, record batches)."""
   import pyarrow as pa  # slow to import, and JSONL does not need it
   from pyarrow import parquet
 
@@ -230,18 +230,17 @@ def _tables(path: str, magic: bytes) -> Iterator[tuple]:
       with pa.memory_map(path) as file, pa.ipc.open_file(file) as reader:
         batches = range(reader.num_record_batches)
         count = sum(reader.get_batch(i).num_rows for i in batches)
-        get = functools.partial(map, reader.get_batch, batches)
-        yield count, reader.schema.names, get
+        yield count, reader.schema.names, map(reader.get_batch, batches)
     elif magic.startswith(_PARQUET):
       # Mapped and not buffered ahead: a row group may be the whole corpus.
       with parquet.ParquetFile(path, memory_map=True, pre_buffer=False) as file:
         some = [*_COLUMNS, _TITLE]  # absent ones are left out
-        get = functools.partial(file.iter_batches, _ROWS, columns=some)
-        yield file.metadata.num_rows, file.schema_arrow.names, get
+        found = file.iter_batches(_ROWS, columns=some)
+        yield file.metadata.num_rows, file.schema_arrow.names, found
     else:
       rows = _dataset(path)
-      get = functools.partial(rows.with_format('arrow').iter, _ROWS)
-      yield len(rows), rows.column_names, get
+      found = rows.with_format('arrow').iter(_ROWS)
+      yield len(rows), rows.column_names, found
 
 
 def _dataset(path: str) -> Any:

@@ -28,20 +28,17 @@ def sentences(text: str, n: int) -> list[str]:
   return sorted(re.split(r'(?<=[.!?])\s+|\n+', text), key=len)[-n:]
 
 
-def served(query: str) -> str:
-  """What a server of the usual limits reads of a query."""
-  return protocol.cut(query, protocol.Limits())
-
-
 def rows(questions, index, ids, k: int) -> list[dict]:
   """A row for each budget and kind of query. ids: of the passages."""
 
   def recall(q, queries: list[str], most: int) -> float:
-    found, _ = index.search([*map(served, queries)], most)
+    # What a server of the usual limits reads.
+    read = [protocol.cut(query, limits) for query in queries]
+    found, _ = index.search(read, most)
     shown = {ids[i] for row in found for i in row if i >= 0}
     return len(shown & {*q.supporting}) / len({*q.supporting})
 
-  out = []
+  out, limits = [], protocol.Limits()
   for n in BUDGETS:
     found = {
       'whole': [recall(q, [q.text], n * k) for q in questions],

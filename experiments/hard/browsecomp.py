@@ -22,7 +22,6 @@ them, and browsecomp.json with their metrics, in percent:
 
 import collections
 from collections.abc import Mapping, Sequence
-import itertools
 import json
 import math
 import pathlib
@@ -39,19 +38,19 @@ from searchrl_jax.evaluate import files
 from searchrl_jax.run import build, command
 from searchrl_jax.sources import open as opening
 from searchrl_jax.store import records
-from searchrl_jax.types import SEARCH, Question, SearchResult, Trajectory
+from searchrl_jax.types import SEARCH, Question, Trajectory
 
 QUESTIONS = 'data/browsecomp_plus_decrypted.jsonl'
 EVIDENCE = 'topics-qrels/qrel_evidence.txt'
-_CITED = re.compile(r'\[([^\[\]]*)\]|【([^【】]*)】')
+_CITED = re.compile(r'\[[^\[\]]*\]|【[^【】]*】')
 _CONFIDENCE = re.compile(r'confidence\W*?(\d+(?:\.\d+)?)', re.IGNORECASE)
 
 
 def load(path: str, n=0, seed=0) -> list[Question]:
   """Draws n questions of a clone, 0 = all; evidence is what supports one."""
-  wanted = evidence(path)
-  found = (
-    make_question(
+  wanted, found = evidence(path), []
+  for at, row in jsonl.read(f'{path}/{QUESTIONS}'):
+    question = make_question(
       at,
       id=row['query_id'],
       text=row['query'],
@@ -59,9 +58,8 @@ def load(path: str, n=0, seed=0) -> list[Question]:
       source='browsecomp_plus',
       supporting=wanted.get(str(row['query_id'])),
     )
-    for at, row in jsonl.read(f'{path}/{QUESTIONS}')
-  )
-  return choose(((q.id, q) for q in found), path=path, n=n, seed=seed)
+    found.append((at, question))
+  return choose(found, path=path, n=n, seed=seed)
 
 
 def evidence(path: str) -> dict[str, list[str]]:
@@ -74,17 +72,14 @@ def evidence(path: str) -> dict[str, list[str]]:
 
 
 def run_of(trajectory: Trajectory, env, model: str = '') -> dict[str, Any]:
-  """A run file."""
-  calls = trajectory.searches
-  shown = (s.passages for s in calls if isinstance(s, SearchResult))
-  ids = [p.id for found in shown for p in found]
+  """A run file, of a trajectory that has not failed."""
+  calls = trajectory.searches  # without an error
+  ids = [p.id for found in calls for p in found.passages]
   reply, items = env.answer(trajectory), []
+  own = [b for b in env.blocks(trajectory) if b.author == 'policy']
+  thoughts = [b for b in own if b.kind == 'think']
   for turn in range(trajectory.turns):
-    items += [
-      _item('reasoning', [block.text])
-      for block in env.blocks(trajectory)
-      if (block.turn, block.author, block.kind) == (turn, 'policy', 'think')
-    ]
+    items += [_item('reasoning', [b.text]) for b in thoughts if b.turn == turn]
     items += [_call(s) for s in calls if s.request.turn == turn]
   if reply:
     items.append(_item('output_text', reply))
@@ -105,14 +100,12 @@ def _item(kind: str, output, tool=None, arguments=None) -> dict[str, Any]:
 
 def _call(found) -> dict[str, Any]:
   tool, query = found.request.tool, found.request.query
-  output = getattr(found, 'text', '')
-  if tool == SEARCH and isinstance(found, SearchResult):
+  if tool == SEARCH:
     hits = found.passages
     hits = [dict(docid=p.id, score=p.score, snippet=p.text) for p in hits]
-    output = json.dumps(hits)
-  arguments = {'query': query}
-  if tool != SEARCH:
-    arguments = {'docid': opening.read(query)[0]}
+    arguments, output = {'query': query}, json.dumps(hits)
+  else:
+    arguments, output = {'docid': opening.read(query)[0]}, found.text
   return _item('tool_call', output, tool, json.dumps(arguments))
 
 
@@ -134,11 +127,7 @@ def scores(
     if run['status'] != 'completed':
       continue
     reply = run['result'][-1]['output']
-    cited = {
-      i
-      for found in _CITED.findall(reply)
-      for i in re.findall(r'\d+', ''.join(found))
-    }
+    cited = {*re.findall(r'\d+', ' '.join(_CITED.findall(reply)))}
     if cited:
       hit = len(cited & own)
       cites.append((hit / max(len(own), 1), hit / len(cited)))
@@ -167,9 +156,10 @@ def calibration(
     return 0.0
   order = np.argsort(confidence)
   gaps = (np.asarray(confidence) / 100 - np.asarray(right, float))[order]
-  edges = [*range(0, n - n % size, size), n]  # the last bin has the rest
-  bins = [*itertools.pairwise(edges)][: None if whole else -1]
-  squares = (gaps[a:b].mean() ** 2 * (b - a) / n for a, b in bins)
+  bins = np.split(gaps, range(size, n - n % size, size))
+  # The last one has the rest.
+  used = bins if whole else bins[:-1]
+  squares = (own.mean() ** 2 * len(own) / n for own in used)
   return 100 * math.sqrt(math.fsum(squares))
 
 
@@ -194,10 +184,7 @@ def main():
 
 
 if __name__ == '__main__':
-  _EVALUATION = flags.DEFINE_string(
-    'evaluation', None, 'Folder of an evaluation.', required=True
-  )
-  _FOLDER = flags.DEFINE_string(
-    'folder', None, 'A clone of BrowseComp-Plus.', required=True
-  )
+  _EVALUATION = flags.DEFINE_string('evaluation', None, 'Its folder.')
+  _FOLDER = flags.DEFINE_string('folder', None, 'A clone of BrowseComp-Plus.')
+  flags.mark_flags_as_required(['evaluation', 'folder'])
   command.run(main)

@@ -7,22 +7,20 @@ from collections.abc import Sequence
 import dataclasses
 
 from searchrl_jax.sources.service import ServiceSource
-from searchrl_jax.types import SearchError, SearchRequest
+from searchrl_jax.types import SearchRequest, SearchResult
 
 CHARACTERS = 2_000  # some 512 tokens of English
 
 
 class Snippets(ServiceSource):
   async def search(self, requests: Sequence[SearchRequest]):
-    def cut(found):
-      if isinstance(found, SearchError):
-        return found
-      short = (
-        dataclasses.replace(p, text=p.text[:CHARACTERS]) for p in found.passages
-      )
-      return dataclasses.replace(found, passages=tuple(short))
-
-    return [cut(found) for found in await super().search(requests)]
+    short = lambda p: dataclasses.replace(p, text=p.text[:CHARACTERS])
+    answers = await super().search(requests)
+    for n, found in enumerate(answers):
+      if isinstance(found, SearchResult):
+        cut = tuple(map(short, found.passages))
+        answers[n] = dataclasses.replace(found, passages=cut)
+    return answers
 
 
 def make(config, **_) -> Snippets:

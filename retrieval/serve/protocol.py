@@ -8,7 +8,7 @@ import dataclasses
 import itertools
 import json
 import re
-from typing import Any
+from typing import Any, NamedTuple
 import zlib
 
 import orjson
@@ -69,14 +69,12 @@ def bad_request(where: Sequence, message: str, status: int = 422) -> Rejected:
   return Rejected(status, 'request', [detail])
 
 
-@dataclasses.dataclass(frozen=True)
-class RetrieveRequest:
+class RetrieveRequest(NamedTuple):
   queries: tuple[str, ...]
   topk: int
   return_scores: bool
 
 
-_FIELDS = tuple(f.name for f in dataclasses.fields(RetrieveRequest))
 _MOST = 1 << 20  # pieces of a document
 
 
@@ -123,13 +121,21 @@ def parse_request(body: bytes, limits: Limits) -> RetrieveRequest:
   Raises:
     Rejected: the message names the field and the fix.
   """
-  data = _object_of(body, _FIELDS)
-  scores = data.get('return_scores')
+  data = _object_of(body, RetrieveRequest._fields)
+  scores, queries = data.get('return_scores'), data.get('queries')
   if scores is not None and not isinstance(scores, bool):
     raise _bad(['return_scores'], 'must be true or false')
-  queries, most = _queries(data, limits), limits.max_topk
-  topk = _whole(data, 'topk', limits.topk, most, ' (--max_topk)')
-  return RetrieveRequest(queries, topk, bool(scores))
+  if not isinstance(queries, list):
+    raise _bad(['queries'], 'must be a list of strings')
+  if len(queries) > (most := limits.max_queries):
+    fix = f'send at most {most} (--max_queries)'
+    raise _bad(['queries'], f'{len(queries)} queries; {fix}')
+  for i, query in enumerate(queries):
+    if not isinstance(query, str):
+      raise _bad(['queries', i], 'must be a string')
+  read = tuple(cut(query, limits) for query in queries)
+  topk = _whole(data, 'topk', limits.topk, limits.max_topk, ' (--max_topk)')
+  return RetrieveRequest(read, topk, bool(scores))
 
 
 def parse_document(body: bytes, limits: Limits) -> tuple[str, int, int]:
@@ -162,19 +168,6 @@ def _object_of(body: bytes, fields: Sequence[str]) -> dict[str, Any]:
       where = name[:80].encode('utf-8', 'replace').decode()
       raise _bad([where], f'unknown field; known: {", ".join(fields)}')
   return data
-
-
-def _queries(data: Mapping[str, Any], limits: Limits) -> tuple[str, ...]:
-  queries = data.get('queries')
-  if not isinstance(queries, list):
-    raise _bad(['queries'], 'must be a list of strings')
-  if len(queries) > (most := limits.max_queries):
-    fix = f'send at most {most} (--max_queries)'
-    raise _bad(['queries'], f'{len(queries)} queries; {fix}')
-  for i, query in enumerate(queries):
-    if not isinstance(query, str):
-      raise _bad(['queries', i], 'must be a string')
-  return tuple(cut(query, limits) for query in queries)
 
 
 def cut(query: str, limits: Limits) -> str:
@@ -249,31 +242,30 @@ def _packed(result: Any) -> bytes:
 def openapi(limits: Limits, token: bool) -> dict[str, object]:
   """The OpenAPI description of POST /retrieve."""
   request = _object(queries=_array(_TEXT) | {'maxItems': limits.max_queries})
-  topk = {'type': ['integer', 'null'], 'minimum': 1, 'maximum': limits.max_topk}
   scores = {'type': ['boolean', 'null'], 'default': False}
-  request['properties'] |= {'topk': topk, 'return_scores': scores}
-  request['additionalProperties'] = False
+  optional = {'topk': _count(limits.max_topk), 'return_scores': scores}
   document = _object(id=_TEXT, contents=_TEXT)
   scored = _object(document=document, score={'type': 'number'})
-  rows = {'anyOf': [_array(document), _array(scored)]}
-  answers = _object(result=_array(rows))
+  rows = _array({'anyOf': [_array(document), _array(scored)]})
   about = 'One list for each query, best first.'
-  return _operation(request, response(about, answers), token)
+  return _operation(request, optional, about, rows, token)
 
 
 def document_openapi(limits: Limits, token: bool) -> dict[str, object]:
   """The OpenAPI description of POST /document."""
-  request = _object(id=_TEXT) | {'additionalProperties': False}
-  number = {'type': ['integer', 'null'], 'minimum': 1, 'maximum': _MOST}
-  size = number | {'maximum': limits.piece_chars}
-  request['properties'] |= {'piece': number, 'chars': size}
+  optional = {'piece': _count(_MOST), 'chars': _count(limits.piece_chars)}
   found = _object(contents=_TEXT, pieces={'type': 'integer'})
-  answers = _object(result={'anyOf': [found, {'type': 'null'}]})
+  either = {'anyOf': [found, {'type': 'null'}]}
   about = 'A piece; null: there is no such document.'
-  return _operation(request, response(about, answers), token)
+  return _operation(_object(id=_TEXT), optional, about, either, token)
 
 
-def _operation(request: dict, answers: dict, token: bool) -> dict[str, object]:
+def _operation(
+  request: dict, optional: dict, about: str, result: dict, token: bool
+) -> dict[str, object]:
+  """Of a request with further, optional fields; about, result: the answer."""
+  fields = request['properties'] | optional
+  request |= {'properties': fields, 'additionalProperties': False}
   said = {
     '400': 'The body was cut short.',
     '413': 'The body is too large.',
@@ -285,7 +277,7 @@ def _operation(request: dict, answers: dict, token: bool) -> dict[str, object]:
     '504': 'Not answered within the deadline.',
   } | ({'401': 'The token is missing or wrong.'} if token else {})
   responses = {status: response(text, ERROR) for status, text in said.items()}
-  responses['200'] = answers
+  responses['200'] = response(about, _object(result=result))
   body = {'required': True, 'content': _json(request)}
   return {'requestBody': body, 'responses': responses}
 
@@ -300,6 +292,10 @@ def _json(schema: dict) -> dict:
 
 def _array(items: dict) -> dict:
   return {'type': 'array', 'items': items}
+
+
+def _count(most: int) -> dict:
+  return {'type': ['integer', 'null'], 'minimum': 1, 'maximum': most}
 
 
 def _object(**properties: dict) -> dict:

@@ -21,38 +21,14 @@ import contextlib
 import functools
 import itertools
 import json
-import logging
 import os
 from typing import Any
 import uuid
 
 from searchrl_jax.data.checks import DataError, make_question, require
+from searchrl_jax.devices.signals import Held
 from searchrl_jax.store import records
 from searchrl_jax.types import Question
-
-
-class _Servers:
-  """Tool servers, in a task of their own: what starts them has to stop them.
-
-  Attributes:
-    ready: future, done when they run.
-    episodes: that use them. last: whether no others will.
-  """
-
-  def __init__(self, env):
-    self.episodes, self.last, self.over = 0, False, asyncio.Event()
-    self.ready = asyncio.get_running_loop().create_future()
-    self.task = asyncio.create_task(self._run(env))
-
-  async def _run(self, env) -> None:
-    try:
-      async with env.serving():
-        self.ready.set_result(None)
-        await self.over.wait()
-    except Exception as e:
-      if self.ready.done():  # rewards of episodes stay
-        return logging.warning('tool servers did not end well: %r', e)
-      self.ready.set_exception(e)
 
 
 class _Environment:
@@ -67,25 +43,21 @@ class _Environment:
       raise DataError(f"{what}.*' (docs/agents.md); {e}") from e
 
     self.env = loaders.load_environment(loaders.resolve_env_config(config))
-    agents, what = agent_config_fields(self.env.config), 'environment '
-    what += repr(self.env.config.env_id)
-    require(
-      len(agents) == 1,
-      f'{what} has the agents {[*agents]}, and a session has one policy and '
-      'reward: load one with a single agent',
-    )
+    agents = agent_config_fields(self.env.config)
+    what = f'environment {self.env.config.env_id!r}'
+    many = f'{what} has the agents {[*agents]}, and a session has one policy '
+    require(len(agents) == 1, f'{many}and reward: load one with a single agent')
     [(name, agent)] = agents.items()
     again = agent.retries.max_retries or getattr(agent.retries, 'rules', ())
     what += f': {name}.retries would play on in the same session, whose reward'
     require(not again, f'{what} would also be of what failed; leave it out')
     self._rest, self._read = iter(self.env.taskset), []
-    self._held: _Servers | None = None
+    self._held: Held | None = None
 
   def tasks(self, n: int) -> list:
     """The first n; 0 = all."""
-    more = n - len(self._read) if n else None
-    if more is None or more > 0:
-      self._read += itertools.islice(self._rest, more)
+    more = max(n - len(self._read), 0) if n else None
+    self._read += itertools.islice(self._rest, more)
     return self._read[: n or None]
 
   @contextlib.asynccontextmanager
@@ -94,20 +66,12 @@ class _Environment:
 
     After an episode that failed, later ones have others.
     """
-    held, loop = self._held, asyncio.get_running_loop()
-    if held is None or held.last or held.task.get_loop() is not loop:
-      held = self._held = _Servers(self.env)
-    held.episodes += 1
-    try:
+    if self._held is None or not self._held.usable:
+      self._held = Held(self.env.serving(), 'tool servers')
+    held = self._held
+    with held.used():
       await asyncio.shield(held.ready)
       yield
-    except Exception:
-      held.last = True
-      raise
-    finally:
-      held.episodes -= 1
-      if held.last and not held.episodes:
-        held.over.set()
 
 
 @functools.cache

@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from concurrent import futures
 import contextlib
+import logging
 import os
 import signal
 import threading
@@ -124,6 +125,59 @@ async def gather(work: Iterable[Coroutine]) -> list[Any]:
     first = e.exceptions[0]
     raise first from first.__cause__
   return [task.result() for task in tasks]
+
+
+class Held:
+  """A context in a task of its own, because what enters it has to leave it.
+
+  Attributes:
+    ready: future of what the context gives.
+    users: how many there are. last: whether there will be no others.
+  """
+
+  def __init__(
+    self, context: contextlib.AbstractAsyncContextManager, what: str
+  ):
+    """what: a name, for messages."""
+    self.users, self.last, self._over = 0, False, asyncio.Event()
+    self.ready = asyncio.get_running_loop().create_future()
+    self.task = asyncio.create_task(self._run(context, what))
+
+  async def _run(self, context, what: str) -> None:
+    try:
+      async with context as found:
+        self.ready.set_result(found)
+        await self._over.wait()
+    except Exception as e:
+      if self.ready.done():  # what its users have got from it stays
+        return logging.warning('%s did not end well: %r', what, e)
+      self.ready.set_exception(e)
+
+  @property
+  def usable(self) -> bool:
+    """Whether this loop may use it."""
+    here = self.task.get_loop() is asyncio.get_running_loop()
+    return here and not self.last and not self.task.done()
+
+  @contextlib.contextmanager
+  def used(self) -> Iterator[None]:
+    """Counts a user. After an error there are no others, and the last of them
+    ends it."""
+    self.users += 1
+    try:
+      yield
+    except Exception:
+      self.last = True
+      raise
+    finally:
+      self.users -= 1
+      if self.last and not self.users:
+        self.end()
+
+  def end(self) -> None:
+    self._over.set()
+    if not self.ready.done():
+      self.task.cancel()
 
 
 def _others() -> set[asyncio.Task]:

@@ -20,6 +20,7 @@ hangs, dies or breaks the protocol has failed; the next request connects again.
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent import futures
+import contextlib
 import hashlib
 import json
 import shlex
@@ -27,6 +28,7 @@ import time
 from typing import Any
 
 from searchrl_jax import lookup
+from searchrl_jax.devices.signals import Held
 from searchrl_jax.sources.core import Answer, Source, SourceError
 from searchrl_jax.text import calls
 from searchrl_jax.types import SearchError, SearchRequest, SearchResult
@@ -47,37 +49,16 @@ def _package() -> Any:
   return mcp
 
 
-class _Connection:
-  """A client in a task of its own, because what enters it has to leave it.
-
-  Attributes:
-    ready: future of the client and the schemas of its tools.
-    calls: how many are under way. last: whether there will be no others.
-  """
-
-  def __init__(self, config: Any):
-    self.calls, self.last, self._over = 0, False, asyncio.Event()
-    self.ready = asyncio.get_running_loop().create_future()
-    self.task = asyncio.create_task(self._run(config))
-
-  async def _run(self, config: Any) -> None:
-    try:
-      mcp, server = _package(), config.url
-      if not server:
-        command, *args = shlex.split(config.command)
-        parameters = mcp.StdioServerParameters(command=command, args=args)
-        server = mcp.stdio_client(parameters)
-      async with mcp.Client(server, cache=None) as client:
-        self.ready.set_result((client, await _schemas(client, config.allow)))
-        await self._over.wait()
-    except Exception as e:
-      if not self.ready.done():
-        self.ready.set_exception(e)
-
-  def end(self) -> None:
-    self._over.set()
-    if not self.ready.done():
-      self.task.cancel()
+@contextlib.asynccontextmanager
+async def _connected(config: Any):
+  """A client, and the schemas of its tools."""
+  mcp, server = _package(), config.url
+  if not server:
+    command, *args = shlex.split(config.command)
+    parameters = mcp.StdioServerParameters(command=command, args=args)
+    server = mcp.stdio_client(parameters)
+  async with mcp.Client(server, cache=None) as client:
+    yield client, await _schemas(client, config.allow)
 
 
 async def _schemas(client: Any, allow: Sequence[str]) -> list[dict]:
@@ -102,8 +83,7 @@ class Mcp(Source):
     where = config.command or config.url
     fix = f'try it by itself; timeout={config.timeout} s has to be enough'
     self._where = f'the MCP server {where!r} ({fix})'
-    self._held: _Connection | None = None
-    self._tasks: list[asyncio.Task] = []
+    self._held: list[Held] = []  # connections; the last one is in use
 
   async def search(self, requests: Sequence[SearchRequest]) -> list[Answer]:
     return await asyncio.gather(*map(self._one, requests))
@@ -119,12 +99,11 @@ class Mcp(Source):
 
   async def _call(self, function: Callable[[Any], Awaitable]) -> Any:
     """What a function of the client returns, in time."""
-    held = self._held
-    if held is None or held.task.done():
-      held = self._held = _Connection(self._config)
-      self._tasks.append(held.task)
-    held.calls += 1
-    try:
+    if not (self._held and self._held[-1].usable):
+      self._held = [held for held in self._held if not held.task.done()]
+      self._held.append(Held(_connected(self._config), self._where))
+    held = self._held[-1]
+    with held.used():
       async with asyncio.timeout(self._config.timeout):
         # Other calls wait for the same connection.
         client, schemas = await asyncio.shield(held.ready)
@@ -132,14 +111,6 @@ class Mcp(Source):
         what = 'its tools, or what it says of them, are not those of the run'
         lookup.require(schemas == self.schemas, what, SourceError)
         return await function(client)
-    except Exception:  # later calls have another connection
-      self._held = None if self._held is held else self._held
-      held.last = True
-      raise
-    finally:
-      held.calls -= 1
-      if held.last and not held.calls:
-        held.end()
 
   async def _answer(self, client: Any, query: str) -> str:
     call = calls.read(query, self.schemas)
@@ -166,9 +137,11 @@ class Mcp(Source):
     return {'identity': {'tools': hashlib.sha256(listed).hexdigest()[:16]}}
 
   async def close(self) -> None:
-    if self._held is not None:
-      self._held.end()
-    await asyncio.gather(*self._tasks, return_exceptions=True)
+    for held in self._held:
+      held.end()
+    # That of an event loop that has ended is done.
+    tasks = (held.task for held in self._held if not held.task.done())
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _key(config: Any) -> str:

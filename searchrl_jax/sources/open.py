@@ -109,8 +109,7 @@ def _check(config: Any, fields: Any) -> None:
   lookup.require(not dials, f'{what}: set {dials} to 0, or leave the tool out')
   template, limit = prompts.load(env.template), env.max_observation_tokens
   shared = template.calls and template.max_queries or 1
-  chars = fields.get('chars', 0)
-  most = 2 * limit // shared
+  chars, most = fields.get('chars', 0), 2 * limit // shared
   what = f'chars={chars}: give 1 to {most}, 2 for each token of '
   what += f'env.max_observation_tokens={limit}, which {shared} results share; '
   lookup.require(0 < chars <= most, what + 'the rest could never be read')

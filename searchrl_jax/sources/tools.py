@@ -24,10 +24,8 @@ class Tools:
     places: dict[str, list[int]] = {}
     for i, request in enumerate(requests):
       places.setdefault(request.tool, []).append(i)
-    calls = (
-      self._tools[name].search([requests[i] for i in at])
-      for name, at in places.items()
-    )
+    asked = lambda at: [requests[i] for i in at]
+    calls = (self._tools[n].search(asked(at)) for n, at in places.items())
     answers: dict[int, Answer] = {}
     for at, new in zip(places.values(), await asyncio.gather(*calls)):
       answers.update(zip(at, new, strict=True))
@@ -35,16 +33,15 @@ class Tools:
 
   async def check(self) -> Mapping[str, object]:
     """Checks all tools; entries of tools other than search are 'TOOL/X'."""
-    served = {SEARCH: await self._tools[SEARCH].check()}
-    for name in [name for name in self._tools if name != SEARCH]:
-      with named(name):
-        served[name] = await self._tools[name].check()
-    identity = {
-      key if name == SEARCH else f'{name}/{key}': value
-      for name, told in served.items()
-      for key, value in dict(told.get('identity') or {}).items()
-    }
-    return {**served.get(SEARCH, {}), 'identity': identity}
+    served = await self._tools[SEARCH].check()
+    identity = dict(served.get('identity') or {})
+    for name, tool in self._tools.items():
+      if name != SEARCH:
+        with named(name):
+          told = await tool.check()
+        own = dict(told.get('identity') or {})
+        identity |= {f'{name}/{key}': value for key, value in own.items()}
+    return {**served, 'identity': identity}
 
   async def close(self) -> None:
     await asyncio.gather(*(tool.close() for tool in self._tools.values()))

@@ -153,8 +153,6 @@ class Calls(untrusted.Observer):
       template.calls; names the tokenizer and what to do.
   """
 
-  _quotes = False  # whether the chat template writes answers as JSON strings
-
   def __init__(self, tokenizer, template, functions: Sequence[Function]):
     self.tokenizer, self.schemas = tokenizer, [s for _, s, _ in functions]
     self._functions = {f[1]['function']['name']: f for f in functions}
@@ -193,6 +191,7 @@ class Calls(untrusted.Observer):
     opening, closing = ended(self._frame(('user',)))
     self.invalid = encode(opening + template.invalid + closing)
     opening, closing = self._frames[1]
+    # Whether the chat template writes answers as JSON strings.
     self._quotes = opening.endswith('"') and closing.startswith('"')
     super().__init__(tokenizer, template)
     frame = len(encode(''.join(self._frames[-1])))
@@ -216,13 +215,13 @@ class Calls(untrusted.Observer):
     """What the chat template writes after a reply, around the contents of
     messages of these roles."""
     roles = ['assistant', *roles]
-    marks = [untrusted.mark(n) for n in range(len(roles))]
-    marked = [{'role': r, 'content': m} for r, m in zip(roles, marks)]
+    mark = untrusted.mark
+    marked = [{'role': r, 'content': mark(n)} for n, r in enumerate(roles)]
     text = self.tokenizer.chat([_USER, *marked], self.schemas, reply=False)
     pieces = untrusted.MARKS.split(text)
     what = f'the chat template of {self.tokenizer.path} does not show, in order'
-    found = [untrusted.mark(n) for n in pieces[1::2]]
-    require(found == marks, f'{what}, messages of the roles {roles}')
+    found = [*map(int, pieces[1::2])] == [*range(len(roles))]
+    require(found, f'{what}, messages of the roles {roles}')
     return pieces[2::2]
 
   def read(self, blocks: Sequence[Block]) -> tuple[Call, ...]:

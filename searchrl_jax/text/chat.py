@@ -5,7 +5,6 @@ of it is outside text: it cannot become a control token (`tokenizer`).
 """
 
 from collections.abc import Mapping, Sequence
-import itertools
 import json
 from typing import Any
 
@@ -15,6 +14,7 @@ from searchrl_jax.text.untrusted import MARKS, Part, mark
 
 ROLES = 'system', 'developer', 'user', 'assistant', 'tool'
 _OPEN, _CLOSE = '<tool_call>', '</tool_call>'
+_PLACE = mark('')  # of a reply; other text has no such characters
 
 
 class ChatError(ValueError):
@@ -49,20 +49,16 @@ def read_messages(value: Any) -> list[dict[str, Any]]:
     role, content = message.get('role'), message.get('content')
     check(role in ROLES, where, f'role={role!r:.60} is none of {ROLES}')
     if isinstance(content, list):
-      texts = [x.get('text') for x in content if isinstance(x, dict)]
-      good = len(texts) == len(content) and all(
-        isinstance(x, str) for x in texts
-      )
+      texts = [isinstance(x, dict) and x.get('text') for x in content]
+      good = all(isinstance(x, str) for x in texts)
       check(good, where, 'a part of its content is no text')
       content = ''.join(texts)
-    good = isinstance(content or '', str)
-    check(good, where, f'content is {content!r:.60}, not a text')
-    made = {'role': role, 'content': content or ''}
-    for name in ('name', 'tool_call_id'):
-      if message.get(name) is not None:
-        good = isinstance(message[name], str)
-        check(good, where, f'{name} is {message[name]!r:.60}, not a text')
-        made[name] = message[name]
+    named = {n: message.get(n) for n in ('name', 'tool_call_id')}
+    made = {n: text for n, text in named.items() if text is not None}
+    made |= {'role': role, 'content': content or ''}
+    for name, text in made.items():
+      good = isinstance(text, str)
+      check(good, where, f'{name} is {text!r:.60}, not a text')
     calls = message.get('tool_calls') or ()
     check(isinstance(calls, list | tuple), where, 'tool_calls is no list')
     if calls:
@@ -92,7 +88,8 @@ def read_tools(value: Any) -> list[dict[str, Any]]:
   Raises:
     ChatError: names the tool.
   """
-  require(isinstance(value or [], list), 'tools: expected a list', ChatError)
+  if not isinstance(value or [], list):
+    raise ChatError('tools: expected a list', 'tools')
   for n, tool in enumerate(value or []):
     function = tool.get('function') if isinstance(tool, dict) else None
     good = isinstance(function, dict) and isinstance(function.get('name'), str)
@@ -105,14 +102,10 @@ def read_tools(value: Any) -> list[dict[str, Any]]:
 
 def key(message: Mapping[str, Any]) -> str:
   """Equal for messages of equal text, however a client writes them."""
-  calls = [
-    (call['function']['name'], call['function']['arguments'])
-    for call in message.get('tool_calls', ())
-  ]
   # Ids of calls are the server's, and some clients make their own.
-  return json.dumps(
-    [message['role'], message['content'], calls], sort_keys=True
-  )
+  calls = [call['function'] for call in message.get('tool_calls', ())]
+  said = message['role'], message['content'], calls
+  return json.dumps(said, sort_keys=True)
 
 
 def render(
@@ -134,11 +127,9 @@ def render(
       not show that message once.
   """
   if not tokenizer.has_chat:
-    require(
-      not tools,
-      f'{tokenizer.path} has no chat template, and so no tools',
-      ChatError,
-    )
+    if tools:
+      why = f'{tokenizer.path} has no chat template, and so no tools'
+      raise ChatError(why, 'tools')
     rest = messages if after is None else messages[after + 1 :]
     return [(m['content'], False) for m in rest if m['content']]
   outside: list[str] = []
@@ -155,36 +146,28 @@ def render(
       return {marked(k): marked(v) for k, v in value.items()}
     return [*map(marked, value)] if isinstance(value, list) else value
 
-  shown = [
-    {'role': m['role']} | {k: marked(v) for k, v in m.items() if k != 'role'}
-    for m in messages
-  ]
-  place = None
+  shown = [marked(m) | {'role': m['role']} for m in messages]
   if after is not None:
-    place = mark(len(outside))
-    outside.append('')
-    shown[after] = {'role': 'assistant', 'content': place}
+    shown[after] = {'role': 'assistant', 'content': _PLACE}
   try:
-    text = tokenizer.chat(shown, tools=[*map(marked, tools)], reply=reply)
+    text = tokenizer.chat(shown, [*map(marked, tools)], reply)
+    hidden = tools and text == tokenizer.chat(shown, reply=reply)
   except ValueError as error:
     raise ChatError(str(error)) from error
-  if tools:
-    plain = tokenizer.chat(shown, reply=reply)
-    if plain == text:
-      why = f'the chat template of {tokenizer.path} shows no tools'
-      raise ChatError(f'{why}; describe them in a message', 'tools')
-  if place:
+  if hidden:
+    why = f'the chat template of {tokenizer.path} shows no tools'
+    raise ChatError(f'{why}; describe them in a message', 'tools')
+  if after is not None:
     what = f'the chat template of {tokenizer.path} does not show a reply once'
-    require(text.count(place) == 1, what, ChatError)
-    text = text.partition(place)[2]
+    require(text.count(_PLACE) == 1, what, ChatError)
+    text = text.partition(_PLACE)[2]
   pieces = MARKS.split(text)
   for n in range(1, len(pieces), 2):
     said = outside[int(pieces[n])]
     if pieces[n - 1].endswith('"') and pieces[n + 1].startswith('"'):
       said = json.dumps(said, ensure_ascii=False)[1:-1]  # within JSON
     pieces[n] = said
-  ours = itertools.cycle((True, False))
-  return [(piece, own) for piece, own in zip(pieces, ours) if piece]
+  return [(piece, n % 2 == 0) for n, piece in enumerate(pieces) if piece]
 
 
 def read_calls(text: str, tools: Sequence[Mapping]) -> tuple[str, list[Call]]:
@@ -196,9 +179,6 @@ def read_calls(text: str, tools: Sequence[Mapping]) -> tuple[str, list[Call]]:
   schema does not allow are for the client to judge.
   """
   found: list[Call] = []
-  if not tools:
-    return text, found
-
   first, *others = text.split(_OPEN)
   rest = [first]
   for part in others:

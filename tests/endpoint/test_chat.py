@@ -1,5 +1,7 @@
 """Chats as programs send them, and replies with calls."""
 
+import types
+
 import pytest
 
 from searchrl_jax.text import chat
@@ -29,3 +31,49 @@ def test_arguments_that_cannot_be_read_stay_as_they_are_written():
   for deep in ('[' * 100_000, '{'):
     sent = {'function': {'name': 'f', 'arguments': deep}}
     assert chat.call(sent)['function']['arguments'] == deep
+
+
+class Picky:
+  """A tokenizer whose chat template needs tools."""
+
+  has_chat, path = True, 'x'
+
+  def has_added(self, text):
+    return False
+
+  def chat(self, messages, tools=(), reply=True):
+    if not tools:
+      raise ValueError('it needs tools')
+    return 'text'
+
+
+def test_an_error_about_tools_names_them():
+  bare = types.SimpleNamespace(has_chat=False, path='x')
+  for wrong in (
+    lambda: chat.read_tools(7),
+    lambda: chat.read_tools([7]),
+    lambda: chat.render(bare, [], TOOLS),
+  ):
+    with pytest.raises(chat.ChatError, match='tools') as error:
+      wrong()
+    assert error.value.param == 'tools'
+
+
+def test_a_template_that_rejects_a_chat_without_tools_is_an_error_of_it():
+  with pytest.raises(chat.ChatError, match='it needs tools'):
+    chat.render(Picky(), [{'role': 'user', 'content': 'a'}], TOOLS)
+
+
+@pytest.mark.parametrize(
+  'message, said',
+  [
+    (dict(content=7), 'content is 7, not a text'),
+    (dict(content=['a']), 'a part of its content is no text'),
+    (dict(content=[{'text': 7}]), 'a part of its content is no text'),
+    (dict(content='a', name=7), 'name is 7, not a text'),
+    (dict(content='a', tool_call_id=[]), r'tool_call_id is \[\], not a text'),
+  ],
+)
+def test_a_message_that_is_no_text_is_named(message, said):
+  with pytest.raises(chat.ChatError, match=rf'messages\[0\]: {said}'):
+    chat.read_messages([{'role': 'user'} | message])

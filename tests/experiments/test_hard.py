@@ -135,6 +135,14 @@ def test_questions_have_their_evidence(clone):
   assert found[0].answers == ('Ann',) and found[0].text == 'Who wrote 0?'
 
 
+def test_a_question_that_stands_twice_is_named(clone):
+  path = clone / browsecomp.QUESTIONS
+  first, *_ = lines = path.read_text().splitlines()
+  path.write_text('\n'.join([*lines, first]))
+  with pytest.raises(ValueError, match=r'jsonl:4: id .0. was .*jsonl:1'):
+    browsecomp.load(str(clone))
+
+
 def played(clone, turns):
   """A trajectory of the template, with the tools that the config names."""
 

@@ -170,6 +170,15 @@ def test_a_server_that_dies_has_failed_and_is_started_again():
   assert shout.text == 'B'
 
 
+def test_a_source_goes_on_in_another_event_loop():
+  source = mcp.make(fields(allow=('shout',)))
+  for text in 'ab':
+    [result] = asyncio.run(source.search([types.SearchRequest(text, 1)]))
+    assert result.text == text.upper()
+  asyncio.run(source.close())
+  assert children() == []
+
+
 def test_an_http_server_that_dies_has_failed():
   with serving() as (url, process):
     config = fields(url, timeout=5.0)
