@@ -20,8 +20,9 @@ module or any other by its dotted path:
     each trajectory
 
 returns: float [G], what each earned, NaN if it is in no batch. A hint stands in
-the question's text, by config.teacher.frame, and is outside text as that is. An
-attribute `needs` is that of other functions (`data.checks.require_needs`).
+the question's text, by config.teacher.frame, which may leave either out, and is
+outside text as that is. An attribute `needs` is that of other functions
+(`data.checks.require_needs`).
 config.teacher.others = True gives every trajectory the hint that one of another
 question has: a control.
 
@@ -42,8 +43,6 @@ from searchrl_jax import lookup, types
 from searchrl_jax.learn import batching, credit, potential
 from searchrl_jax.learn.batching import StepBatch
 from searchrl_jax.types import Trajectory
-
-FRAME = '{text}', '{hint}'
 
 
 class Asked(NamedTuple):
@@ -86,8 +85,11 @@ def check(config) -> None:
   if not c.context:
     return
   lookup.require_fields('config.teacher.context_kw', context(c), c.context_kw)
-  what = f'config.teacher.frame={c.frame!r} needs {" and ".join(FRAME)}'
-  lookup.require(all(part in c.frame for part in FRAME), what)
+  try:
+    c.frame.format(text='', hint='')
+  except (KeyError, IndexError, ValueError) as e:
+    what = f'config.teacher.frame={c.frame!r}: {{text}} and {{hint}} are what '
+    raise lookup.ConfigError(f'{what}it may have ({e!r})') from e
 
 
 def ask(batch: StepBatch, config, env, *, shards: int, seed) -> list[Asked]:

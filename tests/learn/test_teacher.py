@@ -280,7 +280,7 @@ KW = {'algorithm.advantage_kw': dict(scale=1.0, outcome=0.0, eps=1e-6, ddof=1)}
         'algorithm.advantage': 'distilled',
         **KW,
         'teacher.context': 'own',
-        'teacher.frame': '{text}',
+        'teacher.frame': '{text} {hunt}',
       },
       'teacher.frame',
     ),
