@@ -362,7 +362,7 @@ def queries(group, returns, env, *, right: float, labels: bool):
     ' '.join(s.request.query for s in t.calls(types.SEARCH)) for t in group
   ]
   told = [
-    f'{text} {"correct" if ok else "incorrect"}'
+    f'{text} {"correct" if ok else "incorrect"}'.strip()
     for text, ok in zip(texts, shown)
   ]
   return [
