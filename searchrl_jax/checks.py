@@ -108,10 +108,12 @@ def check(config: ConfigDict) -> None:
   )
   teacher.check(config)
   context = config.teacher.context
+  taught = 'delta' in taken or config.teacher.columns.k > 0
   lookup.require(
-    ('delta' in taken) == bool(context),
-    f'{advantage} {"needs a" if "delta" in taken else "has no use for a"} '
-    f'teacher, and config.teacher.context={context!r}: see learn/teacher.py',
+    taught == bool(context),
+    f'{advantage} with config.teacher.columns.k={config.teacher.columns.k} '
+    f'{"needs a" if taught else "has no use for a"} teacher, and '
+    f'config.teacher.context={context!r}: see learn/teacher.py',
   )
   optim.schedule(c, optim.critic_updates(config), 'config.critic')
   # Seen token by token or turn by turn, equal returns can differ.

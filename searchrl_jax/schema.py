@@ -34,6 +34,7 @@ CHOICES = {
   'algorithm.kl_estimator': ('k1', 'k2', 'k3'),
   'algorithm.tis': ('none', 'token', 'sequence'),
   'algorithm.tis_mode': ('cap', 'mask'),
+  'teacher.columns.distance': ('forward', 'reverse', 'js'),
   'teacher.weights': ('live', 'frozen', 'copy', 'ema'),
   'critic.schedule': ('constant', 'linear', 'cosine'),
   'optim.schedule': ('constant', 'linear', 'cosine'),
@@ -62,7 +63,8 @@ RANGES = (
   (
     'env.max_turns env.keep_observations env.max_note_tokens '
     'rollout.concurrency rollout.refill rollout.max_staleness '
-    'teacher.gold.aliases teacher.gold.swaps '
+    'teacher.gold.aliases teacher.gold.swaps teacher.columns.k '
+    'teacher.columns.coef '
     'rollout.mismatch_alarm critic.lr critic.clip critic.warmup optim.warmup '
     'sft.warmup eval.questions eval.temperature eval.every checkpoint.every '
     'train.seconds sft.seconds log.trajectories_every model.lora.rank '
@@ -363,6 +365,13 @@ def base() -> ConfigDict:
   c.teacher.context_kw = ConfigDict()  # that function's own fields
   c.teacher.frame = '{text} {hint}'  # the question's text with the hint
   c.teacher.others = False  # the hint of another question: a control
+  # Its distributions in the loss.
+  c.teacher.columns = ConfigDict()
+  c.teacher.columns.k = 0  # ids of a token, the policy's likeliest; 0 = none
+  c.teacher.columns.distance = 'reverse'  # forward, reverse, js
+  c.teacher.columns.alpha = 0.5  # of js
+  c.teacher.columns.coef = 1.0
+  c.teacher.columns.kinds = ()  # of segments; () = all of the policy's
   # What it makes of the golden answer, for advantages that take `gold`
   # (learn/potential.py).
   c.teacher.gold = ConfigDict()

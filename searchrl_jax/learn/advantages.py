@@ -64,7 +64,7 @@ from searchrl_jax.text.structure import Structure
 
 NAMES = (
   'grpo dr_grpo rloo reinforce whitened whitened_tokens reinforce_pp_baseline '
-  'lite_ppo remax gae turn_normalised distilled'
+  'lite_ppo remax gae turn_normalised distilled zero'
 ).split()
 
 
@@ -403,6 +403,12 @@ def distilled(
     (ok * (scale * d + a)).astype(np.float32)
     for d, a, ok in zip(delta, whole, np.asarray(valid, bool), strict=True)
   ]
+
+
+def zero(values, valid, group_ids):
+  """A = 0: nothing is learned but what the loss has beside it (a teacher)."""
+  del values, group_ids
+  return np.zeros(len(valid), np.float32)
 
 
 distilled.divides_by_spread = True  # type: ignore[attr-defined]

@@ -563,17 +563,32 @@ def unpacked(
 
   Args:
     minibatches: of microbatches, as from `make`.
-    arrays: one for each microbatch, nested likewise.
+    arrays: one for each microbatch, nested likewise; [B, T, K] gives [n, K].
     masks: of all trajectories; see `masks`.
 
   Returns:
     one array for each trajectory: 0 off the loss tokens, and all 0 for a
     trajectory that is in no batch.
   """
-  out = [np.zeros(len(m)) for m in masks]
+  more = next((x.shape[2:] for found in arrays for x in found), ())
+  out = [np.zeros((len(m), *more)) for m in masks]
   for mini, found in zip(minibatches, arrays, strict=True):
     for b, x in zip(mini, found, strict=True):
-      x = np.where(b.mask, np.asarray(x, np.float64), 0.0)
+      mask = b.mask.reshape(*b.mask.shape, *[1] * len(more))
+      x = np.where(mask, np.asarray(x, np.float64), 0.0)
       for r, span, own in b.parts():
         out[r][own] = x[span]
   return out
+
+
+def packed(minibatches, values: Sequence[np.ndarray], dtype) -> list:
+  """What `unpacked` gave, [n, ...] each, as arrays [B, T, ...] again."""
+  shape = values[0].shape[1:]
+
+  def one(b: Batch):
+    out = np.zeros((*b.ids.shape, *shape), dtype)
+    for r, span, own in b.parts():
+      out[span] = values[r][own]
+    return out
+
+  return [[*map(one, mini)] for mini in minibatches]

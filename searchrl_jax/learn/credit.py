@@ -61,7 +61,7 @@ def assign(
     old, ref, values: log-probs of the trainer and of the reference, and the
       critic's values: an array [B, T] for each microbatch, nested as the
       minibatches are; None where they are not needed.
-    told: what a teacher has said, ({name: arrays}, metrics), or None.
+    told: what a teacher has said (`teacher.Said`), or None.
     greedy: returns of greedy answers, one for each group, or None.
   """
   a = config.algorithm
@@ -80,9 +80,10 @@ def assign(
       earned = [x - a.kl_coef * kl for x, kl in zip(earned, penalty)]
   elif penalty is not None:
     earned = earned - a.kl_coef * np.array([kl.sum() for kl in penalty])
-  told_arrays, told_metrics = told or ({}, {})
-  arrays = {'mask': masks, 'greedy': greedy, **told_arrays}
-  metrics |= told_metrics
+  arrays = {'mask': masks, 'greedy': greedy}
+  if told is not None:
+    arrays |= told.arrays
+    metrics |= told.metrics
   if 'structure' in taken:
     arrays['structure'] = structure.of(batch.trajectories, masks)
   if values is not None:

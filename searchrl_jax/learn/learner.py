@@ -28,7 +28,7 @@ class Outputs(NamedTuple):
   old: list  # log-probs of the policy; None: not needed
   ref: list  # of the reference policy; None: not needed
   values: list | None  # of the critic
-  told: tuple[dict, dict]  # by a teacher: arrays for advantages, metrics
+  told: teachers.Said = teachers.Said({}, {}, None)  # by a teacher
 
 
 class Learner:
@@ -74,6 +74,11 @@ class Learner:
         cfg, config.batch, objective=goal, **shared
       )
     taught = not supervised and any(map(self._taught, self._roles))
+    lookup.require(
+      config.teacher.columns.k <= cfg.vocab_size,
+      f'config.teacher.columns.k={config.teacher.columns.k} ids of a '
+      f'vocabulary of {cfg.vocab_size}: use fewer',
+    )
     weights = config.teacher.weights if taught else 'live'
     self._teacher_weights = weights
     self._has_ref = not supervised and (
@@ -185,20 +190,22 @@ class Learner:
     return objective.needs_old or algorithm.kl == 'reward' or taught
 
   def _taught(self, role: str) -> bool:
-    """Whether the role's advantages take what a teacher says."""
-    taken = credits.needs(self._roles[role].algorithm.advantage)
-    return not {'delta', 'gold'}.isdisjoint(taken)
+    """Whether the role's advantages, or its loss, take what a teacher says."""
+    config = self._roles[role]
+    taken = credits.needs(config.algorithm.advantage)
+    return bool(config.teacher.columns.k or {'delta', 'gold'} & {*taken})
 
   def outputs(
     self,
     batch: batching.StepBatch,
     timer,
     role: str = '',
-    asked: Sequence[teachers.Asked] = (),
+    asked: Sequence[teachers.Asked | teachers.Columns] = (),
   ) -> Outputs:
     """Log-probs and values of a step's rows, and what its teacher says."""
     config, updater = self._roles[role], self._updaters[role]
     minibatches, arrays, metrics = batch.minibatches, {}, {}
+    columns = None
     none = [None] * len(minibatches)
 
     def of(wanted, updater, params):
@@ -216,10 +223,14 @@ class Learner:
       weights = {'live': self._state.params, 'frozen': self._ref}
       for question in asked:
         params = weights.get(self._teacher_weights, self._teacher)
-        scored = updater.outputs(params, question.minibatches)
-        arrays[question.name], more = question.read(scored, own)
+        if isinstance(question, teachers.Columns):
+          both = self._state.params, params
+          columns, more = teachers.compare(question, batch, updater, *both)
+        else:
+          scored = updater.outputs(params, question.minibatches)
+          arrays[question.name], more = question.read(scored, own)
         metrics |= more
-    return Outputs(old, ref, values, (arrays, metrics))
+    return Outputs(old, ref, values, teachers.Said(arrays, metrics, columns))
 
   def update(
     self, minibatches: Sequence, outputs: Outputs, credit: Credit, run, role=''
@@ -259,8 +270,10 @@ class Learner:
           filled = batching.set_advantages(mini, credit.advantages)
           begin = time.monotonic()
           with timer('update'):
+            columns = outputs.told.columns
+            told = [columns[i]] if columns else []
             self._state, learned = updater.step(
-              self._state, filled, outputs.old[i], outputs.ref[i]
+              self._state, filled, outputs.old[i], outputs.ref[i], *told
             )
           run.check_finite(learned, filled)
           self._seconds += time.monotonic() - begin

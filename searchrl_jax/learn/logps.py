@@ -241,6 +241,78 @@ def gather(params, cfg: decoder.DecoderConfig, arrays: dict, mesh=None):
   return x, spread
 
 
+def columns(x, w, at, targets, logps, temperature: float, chunk: int):
+  """Log-probs of further ids at each position, float32 [S, C, K].
+
+  log p(v) = log p(target) + x (w_v - w_target) / temperature, so that the
+  normaliser, and its gradient, are those of `head_logps`.
+
+  Args:
+    x, w, targets, temperature, chunk: see `head_logps`.
+    at: int32 [S, C, K].
+    logps: of the targets [S, C].
+  """
+  S, C, D = x.shape
+  n = min(chunk, C)
+  pad = -C % n
+  cut = lambda y: jnp.moveaxis(
+    jnp.pad(y, ((0, 0), (0, pad), *[(0, 0)] * (y.ndim - 2))).reshape(
+      S, -1, n, *y.shape[2:]
+    ),
+    1,
+    0,
+  )
+
+  @jax.checkpoint  # K rows of the head for each token are not kept
+  def step(part):
+    x, at, targets = part
+    rows = w[at].astype(x.dtype) - w[targets].astype(x.dtype)[:, :, None]
+    z = attention.einsum32('SCD,SCKD->SCK', x, rows)
+    return z * (1.0 / temperature)
+
+  z = jax.lax.map(step, (cut(x), cut(at), cut(targets)))
+  z = jnp.moveaxis(z, 0, 1).reshape(S, C + pad, -1)[:, :C]
+  return z + logps[..., None]
+
+
+def top(
+  params,
+  cfg: decoder.DecoderConfig,
+  arrays: dict,
+  temperature: float,
+  head_chunk: int,
+  k: int,
+  mesh=None,
+):
+  """The k most likely ids of each loss token, int32 [B, T, k], likely first.
+
+  See `token_logps`.
+  """
+  x, spread = gather(params, cfg, arrays, mesh)
+  w = params['embed'] if cfg.tied else params['head'].T
+  blocks, padded = _blocks(w, -(-x.shape[1] // head_chunk), mesh)
+
+  def step(best, part):
+    first, rows = part[0], _whole(part[1], x.dtype, mesh)
+    ids = first[:, None] + jnp.arange(rows.shape[1])
+    z = _logits(x, rows, temperature, mesh)
+    z = jnp.where(ids < len(w), z, -jnp.inf) if padded else z
+    z, ids = (
+      z.reshape(*x.shape[:2], -1),
+      jnp.broadcast_to(ids.reshape(-1), (*x.shape[:2], ids.size)),
+    )
+    z = jnp.concatenate([best[0], z], -1)
+    ids = jnp.concatenate([best[1], ids.astype(jnp.int32)], -1)
+    z, at = jax.lax.top_k(z, k)
+    return (z, jnp.take_along_axis(ids, at, -1)), None
+
+  none = jnp.full((*x.shape[:2], k), -jnp.inf)
+  (_, ids), _ = jax.lax.scan(
+    step, (none, jnp.zeros_like(none, jnp.int32)), blocks
+  )
+  return spread(ids)
+
+
 def token_logps(
   params,
   cfg: decoder.DecoderConfig,
@@ -262,18 +334,27 @@ def token_logps(
     entropy_grad: whether the entropy is differentiated.
 
   Returns:
-    logps and entropy in nats, float32 [B, T], 0 on other tokens; entropy is
-    None if not wanted, and then logps have no efficient gradient.
+    logps and entropy in nats, float32 [B, T], 0 on other tokens, and the
+    log-probs of arrays['at'] [B, T, K], or None without them. Entropy is None
+    if not wanted, and then logps have no efficient gradient.
   """
   index = arrays['index']
   S = len(index)
   x, spread = gather(params, cfg, arrays, mesh)
   targets = _take(arrays['ids'].reshape(S, -1), index)
   w = params['embed'] if cfg.tied else params['head'].T
-  if not entropy:
+  if entropy:
+    logps, h = head_logps(
+      x, w, targets, temperature, head_chunk, entropy_grad, mesh
+    )
+  else:
     lse, _ = _normaliser(x, w, temperature, head_chunk, mesh, False)
     logps = _dot(x, w[targets].astype(x.dtype), temperature) - lse
-    return spread(logps), None
-  both = head_logps(x, w, targets, temperature, head_chunk, entropy_grad, mesh)
-  both = spread(jnp.stack(both, -1))
-  return both[..., 0], both[..., 1]
+  at = arrays.get('at')
+  if at is not None:
+    own = _take(at.reshape(S, -1, at.shape[-1]), index)
+    at = spread(columns(x, w, own, targets, logps, temperature, head_chunk))
+  if not entropy:
+    return spread(logps), None, at
+  both = spread(jnp.stack([logps, h], -1))
+  return both[..., 0], both[..., 1], at

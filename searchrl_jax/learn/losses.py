@@ -291,6 +291,42 @@ def value(values, old_values, targets, mask, *, clip: float):
   return jnp.where(mask, loss, 0.0), jax.lax.stop_gradient(sums)
 
 
+DISTANCES = ('forward', 'reverse', 'js')
+
+
+def distance(log_s, log_t, kind: str, alpha: float):
+  """A distance of two distributions, from log-probs of K ids: [B, T].
+
+  What the other ids have is one more bucket.
+
+      forward  sum T (log T - log S)
+      reverse  sum S (log S - log T)
+      js       (1 - alpha) KL(S || M) + alpha KL(T || M), M = (1 - alpha) S +
+               alpha T; its size, and its gradient, shrink with alpha
+
+  Args:
+    log_s, log_t: [B, T, K]; the second is without gradient.
+    kind: one of DISTANCES.
+    alpha: of js.
+  """
+  log_s, log_t = map(_with_rest, (log_s, jax.lax.stop_gradient(log_t)))
+  s, t = jnp.exp(log_s), jnp.exp(log_t)
+  if kind == 'forward':
+    return jnp.sum(t * (log_t - log_s), -1)
+  if kind == 'reverse':
+    return jnp.sum(s * (log_s - log_t), -1)
+  log_m = jnp.log((1 - alpha) * s + alpha * t)
+  of = lambda p, log_p: jnp.sum(p * (log_p - log_m), -1)
+  return (1 - alpha) * of(s, log_s) + alpha * of(t, log_t)
+
+
+def _with_rest(log_p):
+  """Log-probs [..., K] -> [..., K + 1], the last of what is left."""
+  known = jnp.sum(jnp.exp(log_p), -1, keepdims=True)
+  rest = jnp.log1p(-jnp.clip(known, 0.0, 1.0 - 1e-6))
+  return jnp.concatenate([log_p, rest], -1)
+
+
 def mismatch(old_logps, behaviour_logps, mask):
   """What the trainer's log-probs and the engine's differ by, as sums.
 

@@ -30,6 +30,10 @@ class Objective:
   needs_old: bool = False
   needs_ref: bool = False
   critic: bool = False  # of learn/critic.py, not of a policy
+  # Ids whose log-probs are compared with a teacher's, and by which distance.
+  columns: int = 0
+  distance: str = ''
+  alpha: float = 0.0
 
 
 def policy_loss(a) -> tuple[Callable, dict]:
@@ -85,10 +89,15 @@ def policy(config) -> Objective:
       sums['kl_ref'] = jnp.sum(d)
     if a.entropy_coef:
       loss = loss - a.entropy_coef * jnp.where(mask, entropy, 0.0)
+    if t.k:  # its weights are 0 outside the mask
+      loss = loss + arrays['distance']
+      sums['teacher_distance'] = jnp.sum(arrays['distance'])
     return loss, sums
 
   needs = bool(a.entropy_coef), needs_old, a.kl == 'loss'
-  return Objective(objective, a.aggregation, a.horizon, *needs)
+  t = config.teacher.columns
+  told = dict(columns=t.k, distance=t.distance, alpha=t.alpha) if t.k else {}
+  return Objective(objective, a.aggregation, a.horizon, *needs, **told)
 
 
 def _spread(logps, entropy) -> dict:

@@ -1,7 +1,8 @@
 """A teacher: the policy, or a copy of it, that is asked about a step's rows.
 
 It samples nothing. What it is asked follows from the arrays that the advantage
-function takes: `delta`, here, or `gold` (`learn.potential`).
+function takes, `delta` or `gold` (`learn.potential`), and from
+config.teacher.columns.
 
 For `delta` its prompt tells it more than that of the policy, and it scores the
 tokens that the policy wrote, observations between them included. `delta` is,
@@ -12,6 +13,11 @@ for each loss token,
 of the teacher T and of the policy S before the step's first update, both
 without gradient. It is 0 where there is no teacher: for a trajectory without a
 hint, with several contexts, or too long with the hint for config.batch.lengths.
+
+config.teacher.columns with k > 0 adds to the loss the mean distance of the two
+distributions (`losses.distance`) over the policy's tokens with a teacher, of
+the segment kinds that it names: of the k ids that the policy itself finds most
+likely before the first update, and of the rest together.
 
 config.teacher.context names what gives the hints of a group, a function of this
 module or any other by its dotted path:
@@ -40,7 +46,7 @@ from typing import NamedTuple
 import numpy as np
 
 from searchrl_jax import lookup, types
-from searchrl_jax.learn import batching, credit, potential
+from searchrl_jax.learn import batching, credit, potential, update
 from searchrl_jax.learn.batching import StepBatch
 from searchrl_jax.types import Trajectory
 
@@ -55,6 +61,22 @@ class Asked(NamedTuple):
   name: str
   minibatches: list
   read: Callable[..., tuple[list, dict[str, float]]]
+
+
+class Columns(NamedTuple):
+  """Rows whose distributions a teacher is asked for, see `compare`."""
+
+  rows: 'Rows'
+  minibatches: list
+  weights: list[np.ndarray]  # B float32 arrays [n], of the distance
+
+
+class Said(NamedTuple):
+  """Of a step, by all that was asked."""
+
+  arrays: dict[str, list]  # for advantages
+  metrics: dict[str, float]
+  columns: list[list[update.Told]] | None  # of each microbatch
 
 
 class Rows(NamedTuple):
@@ -92,8 +114,10 @@ def check(config) -> None:
     raise lookup.ConfigError(f'{what}it may have ({e!r})') from e
 
 
-def ask(batch: StepBatch, config, env, *, shards: int, seed) -> list[Asked]:
-  """What the advantage function of the config wants to know of a step.
+def ask(
+  batch: StepBatch, config, env, *, shards: int, seed
+) -> list[Asked | Columns]:
+  """What the config wants to know of a step.
 
   Args:
     batch: of the step.
@@ -105,16 +129,27 @@ def ask(batch: StepBatch, config, env, *, shards: int, seed) -> list[Asked]:
   known = {'delta': _ask_delta, 'gold': potential.ask}
   taken = credit.needs(config.algorithm.advantage)
   how = dict(shards=shards, seed=seed)
-  return [
+  asked: list[Asked | Columns] = [
     Asked(name, *fn(batch, config, env, **how))
     for name, fn in known.items()
     if name in taken
   ]
+  if config.teacher.columns.k:
+    rows, minis = _make(batch, config, env, **how)
+    weights = _weights(batch, rows, config.teacher.columns)
+    asked.append(Columns(rows, minis, weights))
+  return asked
 
 
-def _ask_delta(batch: StepBatch, config, env, *, shards: int, seed):
+def _ask_delta(batch: StepBatch, config, env, **how):
+  rows, minis = _make(batch, config, env, **how)
+  read = lambda scored, old: deltas(rows, minis, scored, old, batch.masks)
+  return minis, read
+
+
+def _make(batch: StepBatch, config, env, *, shards: int, seed):
   rows = told_rows(batch, config, env)
-  minis = batching.make(
+  return rows, batching.make(
     rows.trajectories,
     rows.taught,
     batch.group_ids,
@@ -124,8 +159,21 @@ def _ask_delta(batch: StepBatch, config, env, *, shards: int, seed):
     contexts=config.env.max_contexts,
     seed=seed,
   )
-  read = lambda scored, old: deltas(rows, minis, scored, old, batch.masks)
-  return minis, read
+
+
+def _weights(batch: StepBatch, rows: Rows, c) -> list[np.ndarray]:
+  """coef x N / n on the n tokens that are compared, of N loss tokens."""
+  out = []
+  for t, mask, ok in zip(batch.trajectories, batch.masks, rows.taught):
+    kinds = [
+      s.author == 'policy' and (not c.kinds or s.kind in c.kinds)
+      for s in t.trained
+    ]
+    own = np.repeat(kinds, [len(s.ids) for s in t.trained])
+    out.append((mask & own.astype(bool) & ok).astype(np.float32))
+  tokens = sum(int(m.sum()) for m, ok in zip(batch.masks, batch.kept) if ok)
+  compared = sum(w.sum() for w in out)
+  return [c.coef * tokens / max(compared, 1.0) * w for w in out]
 
 
 def told_rows(batch: StepBatch, config, env) -> Rows:
@@ -207,6 +255,54 @@ def deltas(
   }
 
 
+def compare(
+  asked: Columns, batch: StepBatch, updater, params, teacher
+) -> tuple[list[list[update.Told]], dict[str, float]]:
+  """What `Updater.step` needs of a teacher, for each microbatch; and metrics.
+
+  Args:
+    asked: of the step.
+    batch: of the step.
+    updater: of the policy.
+    params, teacher: of the policy, and of its teacher.
+  """
+  own, rows, told = batch.minibatches, asked.rows, asked.minibatches
+  likely = updater.outputs(params, own, 'top')
+  at = batching.unpacked(own, likely, batch.masks)
+  masks = batching.masks(rows.trajectories)
+  sizes = [
+    sum(len(s.ids) for s in _response(t)) if ok else 0
+    for t, ok in zip(rows.trajectories, rows.taught)
+  ]
+
+  def moved(values, masks):
+    """The response's values, behind another prompt."""
+    out = [np.zeros((len(m), *values[0].shape[1:])) for m in masks]
+    for new, old, n in zip(out, values, sizes, strict=True):
+      if n:
+        new[-n:] = old[-n:]
+    return out
+
+  there = batching.packed(told, moved(at, masks), np.int32)
+  wanted = [
+    [update.Told(x, np.zeros(x.shape, np.float32), b.advantages) for x, b in p]
+    for p in map(zip, there, told)
+  ]
+  found = updater.outputs(teacher, told, 'columns', wanted)
+  log_t = moved(batching.unpacked(told, found, masks), batch.masks)
+  parts = (
+    batching.packed(own, at, np.int32),
+    batching.packed(own, log_t, np.float32),
+    batching.packed(own, asked.weights, np.float32),
+  )
+  out = [[update.Told(*of) for of in zip(*mini)] for mini in zip(*parts)]
+  return out, {
+    'teacher_rows': float(rows.taught.sum()),
+    'teacher_too_long': float(rows.too_long),
+    'teacher_tokens': float(sum((w > 0).sum() for w in asked.weights)),
+  }
+
+
 # Hints.
 
 
@@ -245,6 +341,34 @@ def anchors(group, returns, env, *, right: float, wrong: str):
 
 
 anchors.needs = ('supporting', 'answers')  # type: ignore[attr-defined]
+
+
+def queries(group, returns, env, *, right: float, labels: bool):
+  """The queries of the other trajectories, and which of these were right.
+
+  Thoughts, passages and answers are left out. A group that is all right or all
+  wrong has no contrast, and no hint.
+
+  Args:
+    right: return from which a trajectory is right.
+    labels: False: the labels are those of the next trajectory, a control.
+  """
+  del env
+  good = [bool(earned >= right) for earned in returns]
+  if len({*good}) < 2:
+    return [None] * len(group)
+  shown = good if labels else [*good[1:], good[0]]
+  texts = [
+    ' '.join(s.request.query for s in t.calls(types.SEARCH)) for t in group
+  ]
+  told = [
+    f'{text} {"correct" if ok else "incorrect"}'.strip()
+    for text, ok in zip(texts, shown)
+  ]
+  return [
+    ' '.join(told[j] for j in range(len(group)) if j != i)
+    for i in range(len(group))
+  ]
 
 
 def sibling(group, returns, env, *, right: float, fewest: bool):

@@ -19,8 +19,8 @@ import numpy as np
 import optax
 
 from searchrl_jax.devices import compiling, sharding
-from searchrl_jax.learn import batching, critic, losses, optim
-from searchrl_jax.learn.logps import compact, token_logps
+from searchrl_jax.learn import batching, critic, logps, losses, optim
+from searchrl_jax.learn.logps import compact
 from searchrl_jax.learn.objectives import Objective
 from searchrl_jax.models import attention, decoder, lora, parameters
 from searchrl_jax.types import Batch
@@ -30,6 +30,14 @@ class TrainState(NamedTuple):
   params: Any  # those that are trained
   opt_state: Any
   step: jax.Array  # int32 scalar, optimizer updates done
+
+
+class Told(NamedTuple):
+  """What a teacher says of a microbatch: ids, log-probs, weights."""
+
+  at: np.ndarray  # int32 [B, T, K]
+  log_t: np.ndarray  # float32 [B, T, K]
+  weight: np.ndarray  # float32 [B, T], of the distance to it; 0: none
 
 
 def copy(params):
@@ -183,6 +191,8 @@ class Updater:
       'accumulate': (self._accumulate, sums, (1,)),
       'apply': (self._apply, (layout, whole), (0,)),
       'score': (self._score, scores, ()),
+      'top': (self._top, scores, ()),
+      'columns': (self._columns, scores, ()),
     }
 
   # ---- state
@@ -201,8 +211,13 @@ class Updater:
 
   # ---- microbatches
 
-  def put(self, batch: Batch, old=None, ref=None, place=put_rows) -> dict:
-    """Arrays of a microbatch on the device(s), loss tokens indexed."""
+  def put(
+    self, batch: Batch, old=None, ref=None, told=None, place=put_rows
+  ) -> dict:
+    """Arrays of a microbatch on the device(s), loss tokens indexed.
+
+    told: of a teacher's columns (`Told`), if the objective has some.
+    """
     room = batching.capacity(self.batch_config, batch.ids.shape[1])
     index, inverse = compaction(batch.mask, self.shards, room)
     zeros = np.zeros(batch.ids.shape, np.float32)
@@ -212,6 +227,9 @@ class Updater:
       'old': zeros if old is None else old,
       'ref': zeros if ref is None else ref,
     }
+    if k := self.objective.columns:
+      none = np.zeros((*batch.ids.shape, k), np.float32)
+      arrays |= (told or Told(none.astype(np.int32), none, zeros))._asdict()
     del arrays['owner']
     return jax.tree.map(functools.partial(place, self.mesh), arrays)
 
@@ -224,22 +242,29 @@ class Updater:
   # ---- programs
 
   def _logps(self, params, arrays, entropy: bool):
+    """Of the loss tokens, their entropy, and those of a teacher's columns."""
     if self.objective.critic:
-      return critic.token_values(params, self.cfg, arrays, self.mesh), None
+      values = critic.token_values(params, self.cfg, arrays, self.mesh)
+      return values, None, None
     chunk, grad = self.batch_config.head_chunk, self.objective.entropy_grad
     how = self.temperature, chunk, self.mesh, entropy, grad
-    return token_logps(params, self.cfg, arrays, *how)
+    return logps.token_logps(params, self.cfg, arrays, *how)
 
   def loss(self, params, arrays: dict, divisor, frozen=None):
     """Loss of one microbatch (its numerator / divisor) and metric sums."""
     lines = by_trajectory(arrays, self.contexts)
     params = lora.join(params, frozen)
-    logps, entropy = jax.tree.map(lines, self._logps(params, arrays, True))
+    found, entropy, own = self._logps(params, arrays, True)
     names = 'mask', 'behaviour_logps', 'advantages', 'old', 'ref'
     columns = {name: lines(arrays[name]) for name in names}
-    mask = columns['mask']
-    per_token, sums = self.objective.fn(logps, entropy, columns)
-    loss = losses.aggregate(per_token, mask, self.objective.aggregation)
+    o, mask = self.objective, columns['mask']
+    if o.columns:
+      far = losses.distance(own, arrays['log_t'], o.distance, o.alpha)
+      far = jnp.where(arrays['mask'], arrays['weight'] * far, 0.0)
+      columns['distance'] = lines(far)
+    found, entropy = jax.tree.map(lines, (found, entropy))
+    per_token, sums = o.fn(found, entropy, columns)
+    loss = losses.aggregate(per_token, mask, o.aggregation)
     loss = loss / divisor
     sums = dict(sums) | {
       'loss': loss,
@@ -288,6 +313,14 @@ class Updater:
   def _score(self, params, arrays, frozen):
     return self._logps(lora.join(params, frozen), arrays, False)[0]
 
+  def _columns(self, params, arrays, frozen):
+    return self._logps(lora.join(params, frozen), arrays, False)[2]
+
+  def _top(self, params, arrays, frozen):
+    how = self.temperature, self.batch_config.head_chunk, self.objective.columns
+    params = lora.join(params, frozen)
+    return logps.top(params, self.cfg, arrays, *how, self.mesh)
+
   def _lower(self, key, *args):
     """A program by its key, ready to be compiled for the shapes of args."""
     name = key if isinstance(key, str) else key[0]
@@ -316,8 +349,10 @@ class Updater:
     for length in self.batch_config.lengths:
       arrays = self.like(length)
       shape = arrays['ids'].shape
-      if score:
-        wanted['score', shape] = params, arrays, frozen
+      names = ['score'] * score + ['top', 'columns'] * bool(
+        self.objective.columns
+      )
+      wanted |= {(name, shape): (params, arrays, frozen) for name in names}
       # A gradient lies as its parameter does.
       sums = params, self._sums
       wanted['accumulate', shape] = params, sums, arrays, divisor, frozen
@@ -328,23 +363,38 @@ class Updater:
 
   # ---- what a loop calls
 
-  def output(self, params, batch: Batch) -> np.ndarray:
+  def output(
+    self, params, batch: Batch, name: str = 'score', told=None
+  ) -> np.ndarray:
     """Log-probs [B, T] of the loss tokens under `params`, 0 elsewhere.
 
     params: as those of the state, beside `frozen`.
     For log-probs before a step's first update, a reference policy, or a
     check against the engine's. A critic's values.
+    name='top': the most likely ids int32 [B, T, K], K as the objective has.
+    name='columns': log-probs [B, T, K] of the ids of `told`.
     """
-    args = params, self.put(batch), self.frozen
-    program = self._program('score', *args, shape=batch.ids.shape)
+    args = params, self.put(batch, told=told), self.frozen
+    program = self._program(name, *args, shape=batch.ids.shape)
     return np.asarray(program(*args))
 
-  def outputs(self, params, minibatches) -> list[list[np.ndarray]]:
-    """`output` of every microbatch of some minibatches."""
-    return [[self.output(params, b) for b in mini] for mini in minibatches]
+  def outputs(
+    self, params, minibatches, name: str = 'score', told=None
+  ) -> list[list[np.ndarray]]:
+    """`output` of every microbatch of some minibatches; `told` is nested."""
+    told = told or [[None] * len(mini) for mini in minibatches]
+    return [
+      [self.output(params, b, name, t) for b, t in zip(mini, of_mini)]
+      for mini, of_mini in zip(minibatches, told, strict=True)
+    ]
 
   def grads(
-    self, state: TrainState, batches: Sequence[Batch], old=None, ref=None
+    self,
+    state: TrainState,
+    batches: Sequence[Batch],
+    old=None,
+    ref=None,
+    told=None,
   ):
     """Gradients of a minibatch, accumulated over its microbatches.
 
@@ -369,19 +419,25 @@ class Updater:
     whole = [np.concatenate(own) for own in masks.values()]
     divisor = np.float32(losses.denominator(whole, o.aggregation, o.horizon))
     acc = self._program('zeros', state.params)(state.params)
-    for given in zip(batches, old or none, ref or none, strict=True):
+    given_all = batches, old or none, ref or none, told or none
+    for given in zip(*given_all, strict=True):
       args = state.params, acc, self.put(*given), divisor, self.frozen
       shape = given[0].ids.shape
       acc = self._program('accumulate', *args, shape=shape)(*args)
     return acc
 
   def step(
-    self, state: TrainState, batches: Sequence[Batch], old=None, ref=None
+    self,
+    state: TrainState,
+    batches: Sequence[Batch],
+    old=None,
+    ref=None,
+    told=None,
   ) -> tuple[TrainState, dict[str, float]]:
     """One optimizer update from the microbatches of a minibatch.
 
     `state` is donated: use the returned one. old and ref are lists of [B, T],
-    one for each microbatch, where the objective needs them.
+    one for each microbatch, where the objective needs them; told of `Told`.
 
     Returns:
       the new state and metrics: means over loss tokens (`losses.summarise`),
@@ -389,7 +445,7 @@ class Updater:
       the gradient is not finite, in which case the state is what it was and
       the caller saves the batch and stops.
     """
-    grads, sums = self.grads(state, batches, old, ref)
+    grads, sums = self.grads(state, batches, old, ref, told)
     args = state, grads, sums['loss']
     state, norms = self._program('apply', *args)(*args)
     sums, norms = jax.device_get((sums, norms))

@@ -36,6 +36,26 @@ def deltas(folder):
   return [[s[name] for name in names] for s in steps if names[0] in s]
 
 
+def test_distributions_in_the_loss(url, tmp_path):
+  """A frozen teacher with the policy's prompt is left behind, and pulls."""
+  c = config(url, 'frozen')
+  c.algorithm.advantage, c.algorithm.advantage_kw = 'dr_grpo', ConfigDict()
+  c.teacher.columns.k, c.optim.lr = 8, 1e-2
+  far = {}
+  for coef in (1e-3, 1e3):
+    c.teacher.columns.coef = coef
+    train.train(c, str(tmp_path / str(coef)))
+    steps = [
+      json.loads(x) for x in (tmp_path / str(coef) / 'metrics.jsonl').open()
+    ]
+    name = 'train/teacher_distance'
+    far[coef] = [s[name] / coef for s in steps if name in s]
+    assert all(s['train/teacher_tokens'] > 0 for s in steps if name in s)
+  free, held = far[1e-3], far[1e3]
+  assert abs(free[0]) < 1e-6 < free[-1]
+  assert held[-1] < free[-1] / 2, (free, held)
+
+
 @pytest.mark.parametrize(
   'weights, same',
   [

@@ -43,3 +43,6 @@ def test_its_config():
   assert (c.teacher.weights, c.teacher.rate) == ('ema', 0.1)
   assert c.algorithm.loss == 'reinforce' and c.algorithm.tis_cap == 2.0
   checks.check(c)
+  released = sdpo.get_config('version=as_released')
+  assert released.teacher.columns.k == 100
+  checks.check(released)
