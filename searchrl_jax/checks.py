@@ -108,6 +108,12 @@ def check(config: ConfigDict) -> None:
   )
   teacher.check(config)
   context = config.teacher.context
+  lookup.require(
+    not context or sample is not sessions.sample,
+    f'config.teacher.context={context!r} with rollout.sampler={r.sampler!r}: '
+    'the prompts are those of the program, where a hint has no place; use '
+    "'chains'",
+  )
   taught = 'delta' in taken or config.teacher.columns.k > 0
   lookup.require(
     taught == bool(context),

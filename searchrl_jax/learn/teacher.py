@@ -288,8 +288,10 @@ def compare(
     [update.Told(x, np.zeros(x.shape, np.float32), b.advantages) for x, b in p]
     for p in map(zip, there, told)
   ]
-  found = updater.outputs(teacher, told, 'columns', wanted)
-  log_t = moved(batching.unpacked(told, found, masks), batch.masks)
+  log_t = [np.zeros(x.shape) for x in at]
+  if told:  # else nobody has a hint
+    found = updater.outputs(teacher, told, 'columns', wanted)
+    log_t = moved(batching.unpacked(told, found, masks), batch.masks)
   parts = (
     batching.packed(own, at, np.int32),
     batching.packed(own, log_t, np.float32),

@@ -95,6 +95,18 @@ def test_ids_and_log_probs_are_those_of_full_softmaxes():
   assert metrics['teacher_tokens'] == some == (flat > 0).sum()
 
 
+def test_a_step_without_a_hint_has_no_weight():
+  c = config()
+  batch = by_hand.step(returns=(0, 0, 0, 0, 0))
+  (told, metrics), _ = compared(c, batch)
+  assert metrics['teacher_rows'] == metrics['teacher_tokens'] == 0
+  u = updater()
+  state = u.init(update.copy(by_hand.params()))
+  grads, sums = u.grads(state, batch.minibatches[0], told=told[0])
+  assert float(sums['teacher_distance']) == 0
+  assert not any(np.any(x) for x in jax.tree.leaves(grads))
+
+
 def test_only_the_kinds_that_are_named_are_compared():
   c = config(**{'teacher.columns.kinds': ('search',)})
   batch = by_hand.step()

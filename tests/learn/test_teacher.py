@@ -288,6 +288,16 @@ KW = {'algorithm.advantage_kw': dict(scale=1.0, outcome=0.0, eps=1e-6, ddof=1)}
       {
         'algorithm.advantage': 'distilled',
         **KW,
+        'teacher.context': 'own',
+        'rollout.sampler': 'sessions',
+        'rollout.program': 'tests.tiny.config',
+      },
+      "sampler='sessions'",
+    ),
+    (
+      {
+        'algorithm.advantage': 'distilled',
+        **KW,
         'teacher.context': 'sibling',
         'teacher.context_kw': dict(right=1.0),
       },
