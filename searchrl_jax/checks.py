@@ -176,11 +176,13 @@ def check_data(config: ConfigDict, questions: Sequence[Question]) -> None:
 
   Raises:
     RewardError: an invalid field of config.reward.
-    DataError: a question lacks what a reward, the advantage or the loss needs
-      (`data.checks.require_needs`).
+    DataError: a question lacks what a reward, the advantage, the loss, the
+      teacher or the sampler needs (`data.checks.require_needs`).
   """
   rewards.check(config, questions)
-  data.require_needs(_users(config), questions)
+  sample = samplers.sampler(config.rollout)
+  sampled = 'config.rollout.sampler', sample.func, sample.keywords
+  data.require_needs([*_users(config), sampled], questions)
 
 
 def selecting(config: ConfigDict) -> str:

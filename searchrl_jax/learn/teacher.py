@@ -399,13 +399,18 @@ def sibling(group, returns, env, *, right: float, fewest: bool):
 def from_data(group, returns, env, *, key: str):
   """What Question.meta[key] says: a text, or texts in any nesting."""
   del returns, env
-  return [' '.join(_words(t.question.meta[key])) for t in group]
+  return [told_by(t.question, key) for t in group]
 
 
-def _words(value) -> list[str]:
-  if isinstance(value, str):
-    return [value]
-  return [word for part in value for word in _words(part)]
+def told_by(question: types.Question, key: str) -> str:
+  """Question.meta[key], a text or texts in any nesting, as one text."""
+
+  def words(value) -> list[str]:
+    if isinstance(value, str):
+      return [value]
+    return [word for part in value for word in words(part)]
+
+  return ' '.join(words(question.meta[key]))
 
 
 def _key(fields):

@@ -1,0 +1,113 @@
+"""Guide: where every attempt fails, sample again with a hint, train without it.
+
+arXiv 2506.13923; vaskar-open-source-research/guide_rl. A question without a
+success is asked again, as often, with a text of the data in its prompt. The new
+attempts are a group of their own, and are trained behind the plain prompt.
+Their log-probs stay those of the hinted prompt, so the truncated importance
+weight (config.algorithm.tis) is that of the plain policy to the hinted one.
+Arguments:
+
+  key      of Question.meta, where the text is; '' = hint, or in a generated
+           world queries: a wording for each look-up, without its result
+  cap      of the weight, for each token
+
+Departs from the release: it shapes the ratio by r / (r + g), g the 90th
+percentile of a microbatch, padding included, and does not clip it; it asks all
+questions again if none passes its filter. A group that is all right or all
+wrong with the hint has no gradient here either way. A hint without room is left
+out. Rewards that take the weights of the step cannot be given between rounds.
+"""
+
+from collections.abc import Sequence
+import dataclasses
+
+import numpy as np
+
+from configs.methods import core
+from searchrl_jax import lookup
+from searchrl_jax.learn import teacher
+from searchrl_jax.types import Group, Question
+
+LEAST = 1e-3  # a return above it is a success
+
+
+def get_config(arg=None):
+  return core.on_base(arg, change, key='', cap=2.0)
+
+
+def change(c, a):
+  c.name = 'guide'
+  core.set_algorithm(c, core.GRPO)
+  c.algorithm.tis, c.algorithm.tis_cap = 'token', a.cap
+  c.rollout.sampler = 'configs.methods.guide.guided'
+  c.rollout.hint_key = a.key or ('hint' if c.model.path else 'queries')
+  c.rollout.hint_frame = '{text} {hint}'
+  c.rollout.mismatch_alarm = 0.0  # the two prompts differ by more
+
+
+async def guided(
+  questions: Sequence[Question], services, *, hint_key: str, hint_frame: str
+) -> list[Group]:
+  """The sampler; see the module. `meta['hinted']` says who had the hint.
+
+  Args:
+    questions, services: see `rollout.core`.
+    hint_key: of Question.meta.
+    hint_frame: the question's text with the hint.
+  """
+  slots = services.slots()
+
+  async def attempt(start, sample: int, branch: Sequence[str] = ()):
+    async with slots:
+      handle = services.open(start[1].prompt)
+      return await services.attempt(handle, *start, sample, branch)
+
+  async def group(question, plain, names) -> None:
+    found = await services.gather(attempt(plain, n) for _, n in names)
+    earned = await services.reward([tuple(found)])
+    if not np.any(np.where(earned.valid, earned.value, 0.0) > LEAST):
+      hint = teacher.told_by(question, hint_key)
+      text = hint_frame.format(text=question.text, hint=hint)
+      try:
+        asked = dataclasses.replace(question, text=text)
+        start = services.env.reset(asked, services.role)
+      except ValueError:  # it is too long
+        start = None
+      if start is not None:
+        again = (attempt(start, n, ['hint']) for _, n in names)
+        found = await services.gather(again)
+        found = [_plainly(t, question, plain[0]) for t in found]
+    services.record(*found)
+
+  names = services.names(questions)
+  starts = services.starts(questions)
+  await services.gather(
+    group(*each)
+    for each in zip(questions, starts, names, strict=True)
+    if any(name not in services.done for name in each[2])
+  )
+  return services.groups(questions)
+
+
+def _plainly(t, question, state):
+  """The trajectory as one of the plain question, trained behind its prompt."""
+  own = [s for s in t.segments if s.author != 'prompt']
+  prompt = [s for s in state.segments if s.author == 'prompt']
+  return dataclasses.replace(
+    t,
+    question=question,
+    train_context=(*prompt, *own),
+    meta={**t.meta, 'hinted': True},
+  )
+
+
+def _check(config):
+  lookup.require(
+    not config.mismatch_alarm,
+    f'config.rollout.mismatch_alarm={config.mismatch_alarm} with the sampler '
+    "'guided': log-probs under two prompts differ; use 0",
+  )
+
+
+guided.check = _check
+guided.needs = lambda fields: (f'meta.{fields["hint_key"]}',)
