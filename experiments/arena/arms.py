@@ -268,6 +268,12 @@ METHODS = (
     controls=_credit('parallel', 'shuffled'),
   ),
 )
+# Files of configs/methods that have no row: they are not compared yet.
+LATER = frozenset(
+  'clip_delta echo guide ig_search maxrl mr_search opsd sapo sd_search sdpo '
+  'search_e1 self_aligned simpletir sspo tips trace'.split()
+)
+
 CLAIMS = tuple(claim for row in METHODS for claim in row.claims)
 
 

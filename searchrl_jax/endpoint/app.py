@@ -7,9 +7,9 @@
                                run, in the protocol of retrieval/README.md
 
 Errors are as OpenAI's clients expect them: {"error": {"message", "type",
-"param", "code"}} with the status 400 (the request), 401 (the key), 404 (no such
-address), 409 (the session is busy), 410 (it has ended), 413 (too large), 500 or
-502 (a search failed).
+"param", "code"}} with the status 400 (the request), 401 (the key; also that of
+a session that has ended), 404 (no such address), 409 (the session is busy), 410
+(it ended meanwhile), 413 (too large), 500 or 502 (a search failed).
 """
 
 import asyncio
@@ -78,11 +78,13 @@ _NUMBERS = {
   'max_tokens': _COUNT,
   'n': _COUNT,
   'temperature': (_REAL, lambda x: 0 <= x <= 2, '0 to 2'),
-  'top_p': (_REAL, lambda x: 0 < x <= 1, 'above 0 to 1'),
+  # Less is 0 in float32.
+  'top_p': (_REAL, lambda x: 1e-30 <= x <= 1, 'above 0 to 1'),
   'seed': (_INT, lambda x: 0 <= x < 1 << 32, '0 to 2**32 - 1'),
   'reward': (_REAL, lambda x: abs(x) < 1 << 64, 'a finite number'),
   'topk': (_INT, lambda x: 1 <= x <= 100, '1 to 100'),
 }
+QUERIES = 1000  # of a request; others wait while they are searched
 _COLD = 0.01  # below this temperature, servers raise it: it is greedy here
 _ENDED = 'the session has ended'
 _HALF = re.compile('[\ud800-\udfff]')  # of a surrogate pair
@@ -196,7 +198,9 @@ def make(sessions: Sessions, tokenizer) -> Starlette:
     return await respond(http, [ask], request, shown, MODEL, tokenizer)
 
   async def reward(http: HttpRequest) -> Response:
-    own, value = session(http), number(await read_body(http), 'reward')
+    session(http)
+    value = number(await read_body(http), 'reward')
+    own = session(http)  # it may have ended while the body came
     if value is None:
       raise HttpError(400, 'reward: expected a number', 'reward')
     if own.returned is not None:
@@ -207,8 +211,9 @@ def make(sessions: Sessions, tokenizer) -> Starlette:
   async def retrieve(http: HttpRequest) -> Response:
     own, body = session(http), await read_body(http)
     queries, k = texts(body.get('queries')), number(body, 'topk') or 3
-    if not queries:
-      raise HttpError(400, 'queries: expected a list of texts', 'queries')
+    if not 0 < len(queries) <= QUERIES:
+      what = f'queries: expected a list of texts, at most {QUERIES}'
+      raise HttpError(400, what, 'queries')
     found = await own.search(queries, k)
     hits = [[*map(_hit, one.passages)] for one in found]
     return JSONResponse({'result': hits})

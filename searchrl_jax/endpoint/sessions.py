@@ -95,7 +95,14 @@ class Session:
     self._nodes: list[_Node] = []
     self._begin, self._replies = time.monotonic(), 0
     self._busy: asyncio.Task | None = None
+    self._idle = asyncio.Event()
+    self._idle.set()
     self._closed = False
+
+  @property
+  def replies(self) -> int:
+    """What the policy has been asked and has answered."""
+    return self._replies
 
   @property
   def edits(self) -> int:
@@ -120,10 +127,12 @@ class Session:
     if self._busy:
       raise Busy('the session is answering another request: one at a time')
     self._busy = asyncio.current_task()
+    self._idle.clear()
     try:
       return await self._reply(request, tell)
     finally:
       self._busy = None
+      self._idle.set()
 
   async def _reply(self, request: Request, tell: Tell | None) -> Reply:
     tok, record = self.tokenizer, self._record
@@ -152,7 +161,7 @@ class Session:
     try:
       done = await self._sample(record, ids, n, request, streamed)
     except asyncio.CancelledError:
-      if streamed and streamed.told and not self._closed:
+      if streamed and streamed.told:
         self._add(record, streamed.told)
       raise
     except Exception as error:
@@ -276,7 +285,10 @@ class Session:
     return found
 
   def close(self) -> None:
-    """Ends it, the request that it is answering too; frees what it holds."""
+    """Ends it, the request that it is answering too; frees what it holds.
+
+    What the client was told of that request is recorded when it is `settled`.
+    """
     self._closed = True
     if self._busy:
       self._busy.cancel()
@@ -284,13 +296,19 @@ class Session:
       self.engine.close(self._handle)
       self._handle = None
 
-  def trajectory(self, failed: bool = False) -> types.Trajectory:
-    """What was recorded."""
+  async def settled(self) -> None:
+    """Waits until the request that was answered, if there is one, has ended."""
+    await self._idle.wait()
+
+  def trajectory(self, failed: str = '') -> types.Trajectory:
+    """What was recorded; `failed`: why it has failed, if it has."""
     segments = self._record.segments
     if not segments:  # no request came
       ids = self.tokenizer.encode_parts([(self.question.text, False)], True)
       segments = (_segment(ids, 'prompt'),)
-    meta = {'edits': self.edits}
+    meta: dict[str, Any] = {'edits': self.edits}
+    if failed:
+      meta['error'] = failed[:1000]
     if self.returned is not None:
       meta['returned'] = self.returned
     lost = any(isinstance(s, types.SearchError) for s in self._searches)

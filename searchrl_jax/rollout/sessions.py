@@ -8,9 +8,9 @@ policy writes is recorded (`endpoint.sessions`). It may also send its reward to
 /v1/reward. The reward `program.returned` is what it returned or sent; the other
 functions of config.reward score the trajectory as any.
 
-A program that raises, ends with another status than 0, or takes more than
-`program_seconds`, has failed: its trajectory is left out, as that of a failed
-service is (design 5.4).
+A program that raises, ends with another status than 0, takes more than
+`program_seconds`, or never asks for a reply, has failed: its trajectory is left
+out, as that of a failed service is (design 5.4), and `meta['error']` says why.
 """
 
 import asyncio
@@ -20,12 +20,15 @@ import contextlib
 import functools
 import inspect
 import json
+import math
 import os
 import shlex
 import shutil
 import tempfile
 import threading
+from typing import Any
 
+from absl import logging
 from ml_collections import ConfigDict
 
 from searchrl_jax import lookup
@@ -80,22 +83,26 @@ async def sample(
         async with asyncio.timeout(program_seconds) as limit:
           reward = await play(url, session.key, question)
         if reward is not None and session.returned is None:
-          # Also the bound of /v1/reward.
-          lookup.require(abs(reward) < 1 << 64, f'its reward is {reward}')
-          session.returned = float(reward)
+          session.returned = _number(reward)
       except Exception as error:  # a program may raise anything
-        failed = f'{type(error).__name__}: {error}'
+        failed = _described(error)
         if limit.expired():
           failed = f'it took more than {program_seconds} s'
       finally:
         sessions.close(session)
+      # A reply that the program has left is in the loss up to there.
+      await session.settled()
+      if not (failed or session.replies):
+        failed = 'it ended without a reply of the policy'
       if session.broken:  # not a failure of the program, whatever it made of it
         raise session.broken
       if failed:
+        if services.last_error is None:
+          logging.warning('%s: %s: %s', name, program, failed)
         services.last_error = SearchError(
           SearchRequest('', 0, question), 'program', f'{program}: {failed}'
         )
-    services.record(session.trajectory(bool(failed)))
+    services.record(session.trajectory(failed))
 
   async with app.serving(app.make(sessions, env.tokenizer)) as url:
     work = [
@@ -136,16 +143,50 @@ def _program(name: str):
   return functools.partial(_on_loop if on_loop else _in_thread, function)
 
 
-async def _on_loop(function: Callable, *args):
+def _number(reward: Any) -> float:
+  """A program's reward; raises TypeError or ValueError if it is none."""
+  good = not isinstance(reward, (str, bytes))
+  what = f'its reward is {reward!r:.60}: return a finite number, or None'
   try:
-    return await function(*args)
-  except (SystemExit, asyncio.CancelledError) as error:
-    # The first would end the loop, the second the rollout, unless it came from
-    # there.
-    task = asyncio.current_task()
-    if isinstance(error, SystemExit) or not task.cancelling():
+    value = float(reward) if good else math.nan
+  except (TypeError, ValueError) as error:
+    raise TypeError(what) from error
+  # Also the bound of /v1/reward.
+  lookup.require(abs(value) < 1 << 64, what)
+  return value
+
+
+def _described(error: BaseException) -> str:
+  with contextlib.suppress(Exception):  # its own __str__ may raise
+    return f'{type(error).__name__}: {error}'
+  return type(error).__name__
+
+
+async def _on_loop(function: Callable, *args):
+  """What a coroutine function returns, in a task of its own.
+
+  One that cannot be cancelled is left alone, as a thread is.
+  """
+
+  async def play():
+    try:
+      return await function(*args)
+    except asyncio.CancelledError:
+      raise
+    except BaseException as error:
+      # Others would end the event loop, or the rollout.
+      if isinstance(error, Exception):
+        raise
       raise RuntimeError(repr(error)) from error
-    raise
+
+  task = asyncio.create_task(play())
+  try:
+    await asyncio.wait({task})
+  finally:
+    task.cancel()
+  if task.cancelled():
+    raise RuntimeError('CancelledError: it has cancelled itself')
+  return task.result()
 
 
 async def _in_thread(function: Callable, *args):
@@ -178,6 +219,7 @@ async def _command(command: Sequence[str], url, key, question: Question):
     process = await asyncio.create_subprocess_exec(
       *command,
       env=os.environ | found,
+      stdin=asyncio.subprocess.DEVNULL,
       stdout=asyncio.subprocess.DEVNULL,
       stderr=said,
       start_new_session=True,

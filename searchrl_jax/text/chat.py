@@ -104,7 +104,8 @@ def key(message: Mapping[str, Any]) -> str:
   """Equal for messages of equal text, however a client writes them."""
   # Ids of calls are the server's, and some clients make their own.
   calls = [call['function'] for call in message.get('tool_calls', ())]
-  said = message['role'], message['content'], calls
+  said = [message['role'], message['content'], calls]
+  said += [message['name']] if message.get('name') else []
   return json.dumps(said, sort_keys=True)
 
 

@@ -210,6 +210,28 @@ def test_a_session_that_streams_trains_on_the_same_tokens():
   assert engine.opened == 0
 
 
+def test_what_a_stream_had_told_at_the_end_of_the_session_is_recorded():
+  """The program has gone before the server sees that it left the stream."""
+  engine = Speaker(Chats(), lambda before, seed: 'x' * 90, delay=0.01)
+  session, told = made(Chats(), engine), []
+
+  async def main():
+    slow = asyncio.ensure_future(
+      session.reply(Request([user('a')]), told.extend)
+    )
+    while not told:
+      await asyncio.sleep(0.001)
+    session.close()
+    await session.settled()
+    t = session.trajectory()
+    assert (engine.opened, t.turns, session.replies) == (0, 1, 1)
+    assert t.segments[1].ids.tolist() == told
+    with pytest.raises(asyncio.CancelledError):
+      await slow
+
+  asyncio.run(main())
+
+
 def test_what_a_cancelled_stream_has_told_is_recorded():
   engine = Speaker(Chats(), lambda before, seed: 'x' * 90, delay=0.01)
   session, told = made(Chats(), engine), []

@@ -18,6 +18,7 @@ from searchrl_jax.learn import batching
 from searchrl_jax.lookup import ConfigError
 from searchrl_jax.rewards.core import RewardError
 from searchrl_jax.rollout import sessions
+from searchrl_jax.rollout.core import RolloutError
 from searchrl_jax.store import records
 from searchrl_jax.types import Question
 from tests import tiny
@@ -61,6 +62,24 @@ def hangs(base_url, api_key, question):
   return agent(base_url, api_key, question)
 
 
+def leaves_the_stream(base_url, api_key, question):
+  """Reads until it knows enough."""
+  client = openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0)
+  stream = client.chat.completions.create(
+    model='policy',
+    messages=[{'role': 'user', 'content': f'Question: {question.text}\n'}],
+    stream=True,
+  )
+  for chunk in stream:
+    if chunk.choices and chunk.choices[0].delta.content:
+      return 1.0
+  return 0.0
+
+
+def asks_nothing(base_url, api_key, question):
+  return 1.0
+
+
 def config(url, program):
   c = tiny.config(url)
   c.rollout.update(sampler='sessions', program=f'{__name__}.{program}')
@@ -96,8 +115,30 @@ def test_a_program_that_crashes_costs_its_trajectory(url, tmp_path):
   train.train(config(url, 'crashes'), str(tmp_path))
   found = [*records.read(tmp_path / 'trajectories')]
   broken = {r.trajectory.id for r in found if r.trajectory.failed}
+  errors = [r.trajectory.meta['error'] for r in found if r.trajectory.failed]
+  assert {*errors} == {'RuntimeError: I broke'}
   assert broken and all(i.split('/')[0].endswith(('1', '2')) for i in broken)
   assert not any(r.valid for r in found if r.trajectory.failed)
+
+
+@pytest.mark.long
+def test_a_stream_that_is_left_is_trained_up_to_there(url, tmp_path):
+  c = config(url, 'leaves_the_stream')
+  c.train.steps = 1
+  train.train(c, str(tmp_path))
+  found = [*records.read(tmp_path / 'trajectories')]
+  assert len(found) == 8 and all(r.valid for r in found)
+  for r in found:
+    own = [s for s in r.trajectory.segments if s.author == 'policy']
+    assert sum(len(s.ids) for s in own) > 0
+
+
+@pytest.mark.long
+def test_a_program_that_asks_nothing_has_failed(url, tmp_path):
+  c = config(url, 'asks_nothing')
+  c.rollout.max_failed = 0.2
+  with pytest.raises(RolloutError, match='without a reply'):
+    train.train(c, str(tmp_path))
 
 
 @pytest.mark.long
@@ -196,6 +237,23 @@ def gives_up_there(*args):
   task.result()
 
 
+async def interrupts(*args):
+  raise KeyboardInterrupt
+
+
+class Odd(BaseException):
+  pass
+
+
+async def raises_its_own(*args):
+  raise Odd
+
+
+async def cancels_itself(*args):
+  asyncio.current_task().cancel()
+  await asyncio.sleep(1)
+
+
 async def gives_up(*args):
   task = asyncio.ensure_future(asyncio.sleep(9))
   task.cancel()
@@ -208,6 +266,9 @@ async def gives_up(*args):
     ('finds_nothing', 'StopIteration'),
     ('leaves', 'SystemExit'),
     ('gives_up', 'CancelledError'),
+    ('interrupts', 'KeyboardInterrupt'),
+    ('raises_its_own', 'Odd'),
+    ('cancels_itself', 'CancelledError'),
     ('gives_up_there', 'CancelledError'),
   ],
 )
@@ -224,7 +285,15 @@ def waits_there(*args):
   threading.Event().wait(0.1)
 
 
-@pytest.mark.parametrize('name', ['waits', 'waits_there'])
+async def will_not_go(*args):
+  try:
+    await asyncio.Event().wait()
+  except asyncio.CancelledError:
+    await asyncio.sleep(0.1)
+    return 0.7  # too late
+
+
+@pytest.mark.parametrize('name', ['waits', 'waits_there', 'will_not_go'])
 def test_a_program_can_be_cancelled(name):
   async def main():
     with pytest.raises(TimeoutError):
@@ -233,6 +302,18 @@ def test_a_program_can_be_cancelled(name):
     await asyncio.sleep(0.2)  # the thread ends, and nobody waits for it
 
   asyncio.run(main())
+
+
+class Silent(Exception):
+  __str__ = None
+
+
+@pytest.mark.parametrize('reward', [float('nan'), '1', [1, 2], 1e30, object()])
+def test_what_is_no_reward_is_named(reward):
+  with pytest.raises((TypeError, ValueError), match='its reward is'):
+    sessions._number(reward)
+  assert sessions._number(np.float32(0.5)) == 0.5
+  assert sessions._described(Silent()) == 'Silent'
 
 
 def test_a_command_may_leave_something_behind(tmp_path):
