@@ -172,10 +172,12 @@ class Session(services.Opener):
   def _ahead(self) -> str:
     """What this start is about to do."""
     c, r = self.config, self.config.rollout
+    ahead = f'steps {self.step + 1} to {self._steps}'
+    if self.step >= self._steps:
+      ahead = f'all of its {self._steps} steps are done'
     text = (
       f'{self._fingerprint["stage"]} of {c.name} in '
-      f'{remote.place(self.workdir)}: steps {self.step + 1} to {self._steps}, '
-      f'{self.cfg.n_params:,} parameters'
+      f'{remote.place(self.workdir)}: {ahead}, {self.cfg.n_params:,} parameters'
     )
     if self.engine is not None:
       text += f'; a step is {r.questions} questions x {r.group} trajectories'
