@@ -125,7 +125,7 @@ def check(config: ConfigDict) -> None:
   # Seen token by token or turn by turn, equal returns can differ.
   lookup.require(
     not a.drop_zero_variance
-    or (grouped and not {'mask', 'structure', 'delta'} & {*taken}),
+    or (grouped and not {'mask', 'structure', 'delta', 'gold'} & {*taken}),
     'config.algorithm.drop_zero_variance leaves out groups of equal rewards, '
     f'which have a gradient with {advantage}: set it to False',
   )

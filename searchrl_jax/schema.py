@@ -85,6 +85,7 @@ RANGES = (
     lambda x: 0 < x <= 1,
     'above 0 to 1',
   ),
+  ('teacher.columns.alpha', lambda x: 0 < x < 1, 'between 0 and 1'),
   (
     'rollout.max_failed judge.max_failed algorithm.tis_floor '
     'source.simulator.noise_from source.simulator.noise_to '
@@ -359,8 +360,9 @@ def base() -> ConfigDict:
   c.algorithm.epochs = 1  # passes over a step's trajectories
   c.algorithm.drop_zero_variance = False  # leave such groups out of the batch
 
-  # The policy with a prompt that tells it more (learn/teacher.py), for
-  # advantages that take `delta`.
+  # The policy, or a copy of it, that is asked about a step's rows
+  # (learn/teacher.py): with a prompt that tells it more, for advantages that
+  # take `delta` and for `columns`.
   c.teacher.context = ''  # in teacher.py, or a dotted path; '' = there is none
   c.teacher.context_kw = ConfigDict()  # that function's own fields
   c.teacher.frame = '{text} {hint}'  # the question's text with the hint

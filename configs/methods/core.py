@@ -71,6 +71,17 @@ def set_algorithm(c: ConfigDict, fields: Mapping[str, Any]) -> None:
   c.algorithm.update({**fields, 'kl': 'none', 'kl_coef': 0.0})
 
 
+def make_room(c: ConfigDict) -> None:
+  """Lets rows be twice as long, for a hint in a teacher's prompt."""
+  longest = 2 * c.batch.lengths[-1]
+  if c.batch.prefix_tokens:
+    c.batch.lengths = (longest,)
+    c.batch.prefix_tokens = max(c.batch.prefix_tokens, longest)
+  else:
+    c.batch.lengths = (*c.batch.lengths, longest)
+  c.batch.tokens = max(c.batch.tokens, longest)
+
+
 def set_critic(c: ConfigDict) -> None:
   """Sets the critic's learning rate where the base recipe has none."""
   c.critic.lr = c.critic.lr or (1e-5 if c.model.path else 1e-3)

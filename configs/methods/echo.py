@@ -67,4 +67,15 @@ def with_observations(
   ]
 
 
+def _check(config, fields):
+  del fields
+  how = config.algorithm.aggregation
+  core.lookup.require(
+    how == 'token',
+    f'config.algorithm.aggregation={how!r}: both parts are means over tokens; '
+    "use 'token'",
+  )
+
+
+with_observations.check = _check
 with_observations.needs_group = with_observations.divides_by_spread = True

@@ -15,17 +15,17 @@ Departs from the release: it shapes the ratio by r / (r + g), g the 90th
 percentile of a microbatch, padding included, and does not clip it; it asks all
 questions again if none passes its filter. A group that is all right or all
 wrong with the hint has no gradient here either way. A hint without room is left
-out. Rewards that take the weights of the step cannot be given between rounds.
+out, as are attempts with several contexts. What the first round sampled is not
+kept, and what is logged of rewards has the second. Rewards that take the
+weights of the step cannot be given between rounds.
 """
 
 from collections.abc import Sequence
 import dataclasses
 
-import numpy as np
-
 from configs.methods import core
 from searchrl_jax import lookup
-from searchrl_jax.learn import teacher
+from searchrl_jax.learn import advantages, teacher
 from searchrl_jax.types import Group, Question
 
 LEAST = 1e-3  # a return above it is a success
@@ -65,18 +65,19 @@ async def guided(
   async def group(question, plain, names) -> None:
     found = await services.gather(attempt(plain, n) for _, n in names)
     earned = await services.reward([tuple(found)])
-    if not np.any(np.where(earned.valid, earned.value, 0.0) > LEAST):
+    won = advantages.returns(earned.value)[earned.valid] > LEAST
+    if won.size and not won.any():  # a failed service is no failure
       hint = teacher.told_by(question, hint_key)
-      text = hint_frame.format(text=question.text, hint=hint)
       try:
-        asked = dataclasses.replace(question, text=text)
+        asked = teacher.hinted(question, hint, hint_frame)
         start = services.env.reset(asked, services.role)
       except ValueError:  # it is too long
         start = None
       if start is not None:
         again = (attempt(start, n, ['hint']) for _, n in names)
-        found = await services.gather(again)
-        found = [_plainly(t, question, plain[0]) for t in found]
+        told = await services.gather(again)
+        if not any(t.contexts for t in told):  # those have no other prompt
+          found = [_plainly(t, question, plain[0]) for t in told]
     services.record(*found)
 
   names = services.names(questions)

@@ -20,6 +20,7 @@ no KL (algorithm.kl sets one).
 from ml_collections import ConfigDict
 
 from configs.methods import core
+from searchrl_jax.text import prompts
 
 
 def get_config(arg=None):
@@ -32,6 +33,8 @@ def change(c, a):
   core.set_algorithm(c, core.GRPO)
   c.teacher.context, c.teacher.others = 'queries', a.others
   c.teacher.context_kw = ConfigDict(dict(right=1.0, labels=a.labels))
+  core.make_room(c)
+  kind = prompts.CALL if prompts.load(c.env.template).calls else 'search'
   c.teacher.columns.update(
-    k=a.k, distance='js', alpha=0.5, coef=a.scale, kinds=('search',)
+    k=a.k, distance='js', alpha=0.5, coef=a.scale, kinds=(kind,)
   )

@@ -16,7 +16,8 @@ Arguments:
   others   True: the attempt at another question, a control
 
 Departs from both: the release's teacher does not see observations, here it
-reads what the policy has read; TRL's `sampled` divides by the tokens of all
+reads what the policy has read, and its divergence is not weighted by min(pi /
+pi_old, 2); TRL's `sampled` divides by the tokens of all
 trajectories, those without a teacher included, and so does this one.
 """
 
@@ -42,6 +43,8 @@ def change(c, a):
     fields = dict(advantage='zero', advantage_kw={})
     c.teacher.columns.update(k=100, distance='js', alpha=0.5)
   core.set_algorithm(c, algorithms.GRPO | fields | dict(aggregation='token'))
+  c.algorithm.tis, c.algorithm.tis_cap = 'token', 2.0
+  core.make_room(c)
   c.teacher.context = 'sibling'
   c.teacher.context_kw = ConfigDict(dict(right=1.0, fewest=False))
   c.teacher.weights, c.teacher.rate = 'ema', a.rate

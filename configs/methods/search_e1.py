@@ -14,8 +14,8 @@ Arguments:
   k        ids of a token that are compared, the policy's likeliest
   others   True: the attempt at another question, a control
 
-Departs from it: every trajectory with another right one in its group learns,
-where they take the one most unlike it; k ids and the rest, unclipped, where
+Departs from it: every other trajectory of the group learns from that one, where
+they take the one most unlike it; k ids and the rest, unclipped, where
 they clip each entry of the vocabulary (the clip was not found).
 """
 
@@ -33,6 +33,7 @@ def change(c, a):
   c.name = 'search_e1'
   fields = dict(advantage='zero', advantage_kw={}, aggregation='token')
   core.set_algorithm(c, algorithms.GRPO | fields)
+  core.make_room(c)
   c.teacher.context, c.teacher.others = 'sibling', a.others
   c.teacher.context_kw = ConfigDict(dict(right=1.0, fewest=True))
   c.teacher.columns.update(k=a.k, distance='forward')

@@ -50,7 +50,9 @@ def change(c, a):
   fields = dict(advantage=name, advantage_kw=kw, aggregation='token')
   core.set_algorithm(c, algorithms.GRPO | fields)
   c.teacher.context = 'anchors'
-  c.teacher.context_kw = ConfigDict(dict(right=RIGHT, wrong='not'))
+  told = dict(right=RIGHT, wrong='not', everyone=not kw['wrong'])
+  c.teacher.context_kw = ConfigDict(told)
+  core.make_room(c)
   c.teacher.weights, c.teacher.every = 'copy', a.every
   c.teacher.others = a.others
 

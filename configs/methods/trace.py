@@ -75,5 +75,14 @@ def with_levels(
   return s.over_tokens(valid[s.owner] * (outcome + scale * credit))
 
 
-with_levels.needs = ('answers',)
+def _check(config, fields):
+  del fields
+  n = config.teacher.gold.aliases
+  core.lookup.require(
+    n == 1,
+    f'config.teacher.gold.aliases={n}: of one answer no level is above 0',
+  )
+
+
+with_levels.needs, with_levels.check = ('answers',), _check
 with_levels.needs_group = with_levels.divides_by_spread = True

@@ -109,8 +109,8 @@ def role_config(config: ConfigDict, role: str) -> ConfigDict:
     out.rollout.sampler = 'chains'  # rewards of proposals need answers
   if 'critic' not in credit.needs(out.algorithm.advantage):
     out.critic.lr = 0.0
-  if 'delta' not in credit.needs(out.algorithm.advantage):
-    out.teacher.context = ''
+  if role == PROPOSER:  # it is asked for questions: there is nothing to hint
+    out.teacher.context, out.teacher.columns.k = '', 0
   return out
 
 

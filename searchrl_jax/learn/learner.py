@@ -171,8 +171,8 @@ class Learner:
     """
     for role, updater in self._updaters.items():
       values = updater is self._critic
-      score = values or self._has_ref or self.needs_old(role)
-      updater.warmup(score=score or self._taught(role))
+      asked = values or self._has_ref or self.needs_old(role)
+      updater.warmup(score=asked or self._taught(role))
     return self._updaters
 
   def warmup(self) -> None:
@@ -280,7 +280,8 @@ class Learner:
           self._flops += flops.update_flops(self.cfg, mini)
           metrics |= learned
         per_update.append(metrics)
-    self._move_teacher(run.step)
+    if role == [*self._roles][-1]:
+      self._move_teacher(run.step)
     names = per_update[0] if per_update else ()
     found = {name: [metrics[name] for metrics in per_update] for name in names}
     join = lambda name: np.max if name.endswith('_max') else rewards.mean

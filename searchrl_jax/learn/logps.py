@@ -266,9 +266,9 @@ def columns(x, w, at, targets, logps, temperature: float, chunk: int):
   @jax.checkpoint  # K rows of the head for each token are not kept
   def step(part):
     x, at, targets = part
-    rows = w[at].astype(x.dtype) - w[targets].astype(x.dtype)[:, :, None]
-    z = attention.einsum32('SCD,SCKD->SCK', x, rows)
-    return z * (1.0 / temperature)
+    z = attention.einsum32('SCD,SCKD->SCK', x, w[at].astype(x.dtype))
+    own = _dot(x, w[targets].astype(x.dtype), temperature)
+    return z * (1.0 / temperature) - own[..., None]
 
   z = jax.lax.map(step, (cut(x), cut(at), cut(targets)))
   z = jnp.moveaxis(z, 0, 1).reshape(S, C + pad, -1)[:, :C]

@@ -17,6 +17,8 @@ Log-probs are natural logarithms, float32, of the token at the same position,
 and arbitrary outside the mask.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -315,7 +317,7 @@ def distance(log_s, log_t, kind: str, alpha: float):
     return jnp.sum(t * (log_t - log_s), -1)
   if kind == 'reverse':
     return jnp.sum(s * (log_s - log_t), -1)
-  log_m = jnp.log((1 - alpha) * s + alpha * t)
+  log_m = jnp.logaddexp(math.log(1 - alpha) + log_s, math.log(alpha) + log_t)
   of = lambda p, log_p: jnp.sum(p * (log_p - log_m), -1)
   return (1 - alpha) * of(s, log_s) + alpha * of(t, log_t)
 
@@ -323,7 +325,9 @@ def distance(log_s, log_t, kind: str, alpha: float):
 def _with_rest(log_p):
   """Log-probs [..., K] -> [..., K + 1], the last of what is left."""
   known = jnp.sum(jnp.exp(log_p), -1, keepdims=True)
-  rest = jnp.log1p(-jnp.clip(known, 0.0, 1.0 - 1e-6))
+  # At least 1e-6, with the gradient of what it is.
+  known = known - jax.lax.stop_gradient(jnp.maximum(known - (1 - 1e-6), 0.0))
+  rest = jnp.log1p(-known)
   return jnp.concatenate([log_p, rest], -1)
 
 

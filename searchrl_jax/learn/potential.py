@@ -12,8 +12,8 @@ With `swaps` = k each observation is also replaced by k others of the step that
 share no passage with it, and `swapped` is the mean of their levels: what the
 answer would be worth had something else been found there.
 
-config.teacher.weights are those that score. An advantage function that takes
-`gold` has `needs = ('answers',)`.
+config.teacher.weights are those that score, at config.rollout.temperature. An
+advantage function that takes `gold` has `needs = ('answers',)`.
 """
 
 from collections.abc import Sequence
@@ -48,6 +48,9 @@ def ask(batch: StepBatch, config, env, *, shards: int, seed):
     if batch.kept[i]:
       real = [wanted.add(t, t.before(n)) for n in progress.histories(t)]
       for k, span in enumerate(found[i] if c.swaps else ()):
+        if real[k + 1] is None:  # too long: there is nothing to compare
+          swapped.append([])
+          continue
         before = t.before(span.end)[: span.start - span.end]
         others = _others(batch, found, i, k, c.swaps)
         rows = [np.concatenate([before, o.segment.ids]) for o in others]

@@ -41,6 +41,7 @@ from collections.abc import Callable, Sequence
 import dataclasses
 import itertools
 import math
+import re
 from typing import NamedTuple
 
 import numpy as np
@@ -48,6 +49,7 @@ import numpy as np
 from searchrl_jax import lookup, types
 from searchrl_jax.learn import batching, credit, potential, update
 from searchrl_jax.learn.batching import StepBatch
+from searchrl_jax.text import prompts
 from searchrl_jax.types import Trajectory
 
 
@@ -106,6 +108,17 @@ def check(config) -> None:
   c = config.teacher
   if not c.context:
     return
+  k, how = c.columns.k, config.algorithm.aggregation
+  lookup.require(
+    not k or how == 'token',
+    f'config.teacher.columns.k={k} with algorithm.aggregation={how!r}: the '
+    "distance is a mean over tokens; use 'token'",
+  )
+  template = prompts.load(config.env.template)
+  known = [*template.kinds, prompts.CALL, 'information', 'other']
+  for kind in c.columns.kinds:
+    hint = lookup.near(kind, known)
+    lookup.require(kind in known, f'config.teacher.columns.kinds: {hint}')
   lookup.require_fields('config.teacher.context_kw', context(c), c.context_kw)
   try:
     c.frame.format(text='', hint='')
@@ -165,15 +178,19 @@ def _weights(batch: StepBatch, rows: Rows, c) -> list[np.ndarray]:
   """coef x N / n on the n tokens that are compared, of N loss tokens."""
   out = []
   for t, mask, ok in zip(batch.trajectories, batch.masks, rows.taught):
-    kinds = [
-      s.author == 'policy' and (not c.kinds or s.kind in c.kinds)
-      for s in t.trained
-    ]
-    own = np.repeat(kinds, [len(s.ids) for s in t.trained])
-    out.append((mask & own.astype(bool) & ok).astype(np.float32))
+    own = mask & _written(t.trained, c.kinds) & ok
+    out.append(own.astype(np.float32))
   tokens = sum(int(m.sum()) for m, ok in zip(batch.masks, batch.kept) if ok)
   compared = sum(w.sum() for w in out)
   return [c.coef * tokens / max(compared, 1.0) * w for w in out]
+
+
+def _written(segments, kinds: Sequence[str] = ()) -> np.ndarray:
+  """bool [n]: whether the policy wrote a token; as one of `kinds`, if given."""
+  own = [
+    s.author == 'policy' and (not kinds or s.kind in kinds) for s in segments
+  ]
+  return np.repeat(own, [len(s.ids) for s in segments]).astype(bool)
 
 
 def told_rows(batch: StepBatch, config, env) -> Rows:
@@ -209,15 +226,24 @@ def _hints(batch: StepBatch, c, env) -> list[str | None]:
 
 def _told(t: Trajectory, hint: str, frame: str, env) -> Trajectory:
   """The trajectory behind a prompt with the hint."""
-  show = lambda text: frame.format(text=text, hint=hint).strip(' ')
-  q = t.question
-  messages = [dict(m) for m in q.messages]
-  for m in [m for m in messages if m['role'] == 'user'][-1:]:
-    m['content'] = show(m['content'])
-  asked = dataclasses.replace(q, text=show(q.text), messages=(*messages,))
-  ids = np.asarray(env.prompt(asked)[1], np.int32)
+  ids = env.prompt(hinted(t.question, hint, frame))[1]
+  ids = np.asarray(ids, np.int32)
   prompt = types.Segment(ids, 'prompt', 'other', t.trained[0].agent, False)
   return dataclasses.replace(t, train_context=(prompt, *_response(t)))
+
+
+def hinted(question: types.Question, hint: str, frame: str) -> types.Question:
+  """The question with a hint in its text, and in its last user message."""
+
+  def show(text: str) -> str:
+    shown = frame.format(text=text, hint=hint)
+    return shown if hint else shown.rstrip(' ')
+
+  messages = [dict(m) for m in question.messages]
+  for m in [m for m in messages if m['role'] == 'user'][-1:]:
+    m['content'] = show(m['content'])
+  told = dict(text=show(question.text), messages=(*messages,))
+  return dataclasses.replace(question, **told)
 
 
 def _response(t: Trajectory) -> tuple:
@@ -243,7 +269,8 @@ def deltas(
     delta = np.zeros(len(own), np.float32)
     n = sum(len(s.ids) for s in _response(t)) if ok else 0
     if n:
-      delta[-n:] = np.where(mask[-n:], new[-n:] - own[-n:], 0.0)
+      mask = mask[-n:] & _written(_response(t))
+      delta[-n:] = np.where(mask, new[-n:] - own[-n:], 0.0)
     values.append(delta)
   taught = [m for m, ok in zip(masks, rows.taught) if ok]
   tokens = sum(int(m.sum()) for m in taught)
@@ -314,15 +341,16 @@ def own(group, returns, env):
   return [''] * len(group)
 
 
-def anchors(group, returns, env, *, right: float, wrong: str):
-  """For one that is not right: its answer, and passages without the true one.
+def anchors(group, returns, env, *, right: float, wrong: str, everyone: bool):
+  """Passages without the true answer, and the wrong one that was given.
 
   The passages of `Question.supporting` that any trajectory of the group has
   read, each without the golden answers.
 
   Args:
     right: return from which a trajectory is right.
-    wrong: text before its own answer.
+    wrong: text before the answer of one that is not.
+    everyone: right ones get the passages; False: no hint.
   """
   question = group[0].question
   read = {
@@ -334,11 +362,13 @@ def anchors(group, returns, env, *, right: float, wrong: str):
   }
   texts = [read[i] for i in question.supporting if i in read]
   for answer in sorted(question.answers, key=len, reverse=True):
-    texts = [' '.join(text.replace(answer, ' ').split()) for text in texts]
+    whole = re.compile(rf'(?<!\w){re.escape(answer)}(?!\w)', re.I)
+    texts = [' '.join(whole.sub(' ', text).split()) for text in texts]
   hints: list[str | None] = []
   for t, earned in zip(group, returns, strict=True):
     said = f'{wrong} {env.answer(t) or ""}'.strip()
-    hints.append(None if earned >= right else ' '.join([*texts, said]))
+    good = ' '.join(texts) if everyone else None
+    hints.append(good if earned >= right else ' '.join([*texts, said]))
   return hints
 
 
@@ -356,19 +386,17 @@ def queries(group, returns, env, *, right: float, labels: bool):
     labels: False: the labels are those of the next trajectory, a control.
   """
   del env
-  good = [bool(earned >= right) for earned in returns]
+  known = [i for i, earned in enumerate(returns) if np.isfinite(earned)]
+  good = [bool(returns[i] >= right) for i in known]
   if len({*good}) < 2:
     return [None] * len(group)
   shown = good if labels else [*good[1:], good[0]]
-  texts = [
-    ' '.join(s.request.query for s in t.calls(types.SEARCH)) for t in group
-  ]
-  told = [
-    f'{text} {"correct" if ok else "incorrect"}'.strip()
-    for text, ok in zip(texts, shown)
-  ]
+  told = {}
+  for i, ok in zip(known, shown):
+    asked = [s.request.query for s in group[i].calls(types.SEARCH)]
+    told[i] = ' '.join([*asked, 'correct' if ok else 'incorrect'])
   return [
-    ' '.join(told[j] for j in range(len(group)) if j != i)
+    ' '.join(text for j, text in told.items() if j != i)
     for i in range(len(group))
   ]
 
@@ -380,7 +408,8 @@ def sibling(group, returns, env, *, right: float, fewest: bool):
 
   Args:
     right: return from which a trajectory is right.
-    fewest: that with the fewest searches; False: the first.
+    fewest: that with the fewest searches, which gets none itself; False: the
+      first.
   """
   good = [i for i, earned in enumerate(returns) if earned >= right]
   if fewest:
@@ -388,6 +417,8 @@ def sibling(group, returns, env, *, right: float, fewest: bool):
   hints: list[str | None] = []
   for i in range(len(group)):
     chosen = next((j for j in good if j != i), None)
+    if fewest and good[:1] == [i]:
+      chosen = None
     text = None
     if chosen is not None:
       ids = [x for s in _response(group[chosen]) for x in s.ids.tolist()]
@@ -406,8 +437,8 @@ def told_by(question: types.Question, key: str) -> str:
   """Question.meta[key], a text or texts in any nesting, as one text."""
 
   def words(value) -> list[str]:
-    if isinstance(value, str):
-      return [value]
+    if isinstance(value, (str, int, float)):
+      return [str(value)]
     return [word for part in value for word in words(part)]
 
   return ' '.join(words(question.meta[key]))

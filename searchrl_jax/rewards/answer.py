@@ -57,11 +57,9 @@ async def each_attempt(
   for i in np.flatnonzero(valid):
     t, right = found[i], []
     at = progress.last_segments(t)
-    for block in env.blocks(t):
-      kind = env.template.kinds.get(block.kind)
-      if block.author == 'policy' and block.complete and kind and kind.ends:
-        right.append(scores.exact_match(block.text, t.question.answers))
-        value[i][at[block.turn]] = right[-1]
+    for block in env.answers(env.blocks(t)):
+      right.append(scores.exact_match(block.text, t.question.answers))
+      value[i][at[block.turn]] = right[-1]
     if right:
       parts['first'][i], parts['last'][i] = right[0], right[-1]
   return Rewards(tuple(value), valid, 'segment', parts)

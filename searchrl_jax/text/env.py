@@ -250,13 +250,21 @@ class SearchEnv:
 
   def _attempts(self, blocks: Sequence[Block], turns: int) -> list[int]:
     """The attempt that each turn belongs to; a reflection is of the next."""
-    ends = [name for name, kind in self.template.kinds.items() if kind.ends]
-    answered = [
-      b.turn
-      for b in blocks
-      if b.author == 'policy' and b.complete and b.kind in ends
-    ]
+    answered = [b.turn for b in self.answers(blocks)]
     return [sum(turn < n for turn in answered) for n in range(turns)]
+
+  def answers(self, blocks: Sequence[Block]) -> list[Block]:
+    """The answers that ended attempts, one for each.
+
+    An answer in the turn after one stands in a reflection, and ends nothing.
+    """
+    found: list[Block] = []
+    for b in blocks:
+      kind = self.template.kinds.get(b.kind)
+      ends = b.author == 'policy' and b.complete and kind and kind.ends
+      if ends and not (found and b.turn <= found[-1].turn + 1):
+        found.append(b)
+    return found
 
   def blocks(self, trajectory: types.Trajectory) -> tuple[Block, ...]:
     """The blocks after the prompt; see parser.blocks. Parsed only once."""

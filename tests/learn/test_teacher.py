@@ -221,9 +221,10 @@ def test_anchors_by_hand():
     hand.play(answer='Ann', sample=1),
     hand.play(answer=None, sample=2),
   ]
-  found = teacher.anchors(
-    texts, np.array([0.0, 1, 0]), hand.ENV, right=1.0, wrong='not'
-  )
+  tell = functools.partial(teacher.anchors, env=hand.ENV, right=1.0)
+  found = tell(texts, np.array([0.0, 1, 0]), wrong='not', everyone=False)
+  good = tell(texts, np.array([0.0, 1, 0]), wrong='not', everyone=True)
+  assert good == [found[0], 'text of a text of b', found[2]]
   assert found == [
     'text of a text of b not Bob',
     None,
@@ -231,8 +232,13 @@ def test_anchors_by_hand():
   ]
   named = dataclasses.replace(hand.QUESTION, answers=('of a', 'a'))
   group = [hand.play(('w', 'a'), answer='Bob', question=named)]
-  [hint] = teacher.anchors(group, np.zeros(1), hand.ENV, right=1.0, wrong='no')
+  [hint] = tell(group, np.zeros(1), wrong='no', everyone=False)
   assert hint == 'text no Bob'
+  # As words, however they are written: not the a of another word.
+  named = dataclasses.replace(hand.QUESTION, answers=('TEXT', 'f'))
+  group = [hand.play(('w', 'a'), answer='Bob', question=named)]
+  [hint] = tell(group, np.zeros(1), wrong='no', everyone=False)
+  assert hint == 'of a no Bob'
 
 
 def test_a_sibling_is_another_one_and_has_the_fewest_searches_if_asked():
@@ -243,6 +249,7 @@ def test_a_sibling_is_another_one_and_has_the_fewest_searches_if_asked():
   assert first[0] != first[1] and 'Ann' in first[0]
   few = ask(returns=np.array([1.0, 0, 1]), fewest=True)
   assert few[1] == first[0] == few[0]
+  assert few[2] is None, 'it has the fewest'
   assert ask(returns=np.array([0.0, 0, 1]), fewest=False)[2] is None
   assert ask(returns=np.array([np.nan, 0, 0]), fewest=False) == [None] * 3
 

@@ -59,6 +59,15 @@ def advantages(group=GROUP, valid=(True, True, True)):
   return by_turn(s, mr_search.by_attempt(values, valid, [0] * 3, masks, s))
 
 
+def test_an_answer_in_a_note_is_none():
+  """It would be a free attempt."""
+  sly = f'{says("Ann")}{NOTE}'
+  t = attempt(says('Bob'), sly, says('Bo'), sly, says('B'), sample=0)
+  assert t.meta['attempt'] == [0, 1, 1, 2, 2]
+  found = reward((t,))
+  assert not found.value[0].any() and ENV.answer(t) == 'B'
+
+
 def test_turns_know_their_attempt():
   assert LATE.meta['attempt'] == [0, 0, 1, 1, 2, 2, 2]
   assert ONCE.meta['attempt'] == [0, 1, 1, 2, 2]

@@ -28,6 +28,11 @@ def test_golden_hindsight():
   assert not any('text of' in h or 'Bob' in h for h in hints([1.0, 0, 0]))
 
 
+def test_a_failed_service_is_no_incorrect_attempt():
+  assert hints([1.0, np.nan, 1]) == [None] * 3
+  assert 'who wrote who' not in hints([1.0, np.nan, 0])[2]
+
+
 def test_no_contrast_no_hint_and_a_control_of_labels():
   assert hints([1.0, 1, 1]) == hints([0.0, 0, 0]) == [None] * 3
   told = hints([1.0, 0, 0], labels=False)
