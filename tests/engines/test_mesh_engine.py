@@ -30,7 +30,7 @@ def engine_on(mesh):
 
 
 async def trajectories(engine):
-  """12 of 4 questions, two turns each: shared prompts, pauses, evictions."""
+  """20 of 7 questions, two turns each: shared prompts, pauses, evictions."""
 
   async def one(i):
     rng = np.random.default_rng(i // 3)
@@ -48,7 +48,7 @@ async def trajectories(engine):
     engine.close(handle)
     return out
 
-  return await asyncio.gather(*map(one, range(12)))
+  return await asyncio.gather(*map(one, range(20)))
 
 
 @pytest.fixture(scope='module')

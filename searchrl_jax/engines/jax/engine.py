@@ -259,9 +259,13 @@ class JaxEngine(core.Engine):
 
     A caller that comes a moment too late (its search goes over HTTP) leaves its
     slot idle for a whole chunk of `seconds`. Waiting costs all slots, so it
-    lasts as long as their share of the chunk, if callers usually are faster.
+    lasts as long as their share of the chunk, if callers usually are faster,
+    and others do not take the slots.
     """
-    limit = seconds * len(handles) / self._table.room.slots
+    slots = self._table.room.slots
+    if len(self._waiting) + len(self._active) >= slots:
+      return
+    limit = seconds * len(handles) / slots
     until = time.monotonic() + limit * (self._pause < limit)
     away = lambda handle: not handle.busy and not handle.closed
     while time.monotonic() < until and any(map(away, handles)):
