@@ -67,6 +67,10 @@ ROW = rows.Row(
       strict=True,
     ),
   ),
-  scores=('em', 'searches', 'tokens'),
-  curves={'reward': 'reward in training'},
+  scores=('em', 'searches', 'tokens', 'recall_all', 'em_found'),
+  curves={
+    'reward': 'reward in training',
+    'rollout/sampled_tokens': 'tokens sampled in a step',
+    'rollout/carried_tokens': 'tokens that new contexts repeat',
+  },
 )

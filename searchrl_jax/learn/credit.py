@@ -95,10 +95,10 @@ def assign(
   assign_to = function(a.advantage)
   assigned = assign_to(earned, valid, batch.group_ids, *inputs, **kw)
   carries = np.array([bool(np.any(x)) for x in assigned])
+  if told is not None and told.compared is not None:
+    carries |= told.compared
   carrying = np.unique(batch.group_ids[carries]).size
   metrics['gradient_groups'] = carrying / max(len(batch.groups), 1)
-  if told is not None and told.metrics.get('teacher_tokens'):
-    metrics['gradient_groups'] = 1.0  # the loss has more than advantages
   targets = None
   if 'critic' in taken:
     of = getattr(assign_to, 'targets', advantages.lambda_returns)

@@ -28,7 +28,7 @@ class Outputs(NamedTuple):
   old: list  # log-probs of the policy; None: not needed
   ref: list  # of the reference policy; None: not needed
   values: list | None  # of the critic
-  told: teachers.Said = teachers.Said({}, {}, None)  # by a teacher
+  told: teachers.Said = teachers.Said({}, {})  # by a teacher
 
 
 class Learner:
@@ -205,7 +205,7 @@ class Learner:
     """Log-probs and values of a step's rows, and what its teacher says."""
     config, updater = self._roles[role], self._updaters[role]
     minibatches, arrays, metrics = batch.minibatches, {}, {}
-    columns = None
+    columns = compared = None
     none = [None] * len(minibatches)
 
     def of(wanted, updater, params):
@@ -218,7 +218,7 @@ class Learner:
       if config.critic.lr:
         values = self._critic.outputs(self._critic_state.params, minibatches)
       own = None
-      if self.needs_old(role):
+      if asked and self.needs_old(role):
         own = batching.unpacked(minibatches, old, batch.masks)
       weights = {'live': self._state.params, 'frozen': self._ref}
       for question in asked:
@@ -226,11 +226,13 @@ class Learner:
         if isinstance(question, teachers.Columns):
           both = self._state.params, params
           columns, more = teachers.compare(question, batch, updater, *both)
+          compared = np.array([w.any() for w in question.weights], bool)
         else:
           scored = updater.outputs(params, question.minibatches)
           arrays[question.name], more = question.read(scored, own)
         metrics |= more
-    return Outputs(old, ref, values, teachers.Said(arrays, metrics, columns))
+    told = teachers.Said(arrays, metrics, columns, compared)
+    return Outputs(old, ref, values, told)
 
   def update(
     self, minibatches: Sequence, outputs: Outputs, credit: Credit, run, role=''

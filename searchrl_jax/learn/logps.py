@@ -252,27 +252,17 @@ def columns(x, w, at, targets, logps, temperature: float, chunk: int):
     at: int32 [S, C, K].
     logps: of the targets [S, C].
   """
-  S, C, D = x.shape
-  n = min(chunk, C)
-  pad = -C % n
-  cut = lambda y: jnp.moveaxis(
-    jnp.pad(y, ((0, 0), (0, pad), *[(0, 0)] * (y.ndim - 2))).reshape(
-      S, -1, n, *y.shape[2:]
-    ),
-    1,
-    0,
-  )
 
   @jax.checkpoint  # K rows of the head for each token are not kept
   def step(part):
-    x, at, targets = part
-    z = attention.einsum32('SCD,SCKD->SCK', x, w[at].astype(x.dtype))
-    own = _dot(x, w[targets].astype(x.dtype), temperature)
-    return z * (1.0 / temperature) - own[..., None]
+    x, at, target = part  # [S, D], [S, K], [S]
+    z = attention.einsum32('SD,SKD->SK', x, w[at].astype(x.dtype))
+    own = _dot(x, w[target].astype(x.dtype), temperature)
+    return z * (1.0 / temperature) - own[:, None]
 
-  z = jax.lax.map(step, (cut(x), cut(at), cut(targets)))
-  z = jnp.moveaxis(z, 0, 1).reshape(S, C + pad, -1)[:, :C]
-  return z + logps[..., None]
+  parts = jax.tree.map(lambda y: jnp.moveaxis(y, 1, 0), (x, at, targets))
+  z = jax.lax.map(step, parts, batch_size=min(chunk, x.shape[1]))
+  return jnp.moveaxis(z, 0, 1) + logps[..., None]
 
 
 def top(
@@ -297,11 +287,8 @@ def top(
     ids = first[:, None] + jnp.arange(rows.shape[1])
     z = _logits(x, rows, temperature, mesh)
     z = jnp.where(ids < len(w), z, -jnp.inf) if padded else z
-    z, ids = (
-      z.reshape(*x.shape[:2], -1),
-      jnp.broadcast_to(ids.reshape(-1), (*x.shape[:2], ids.size)),
-    )
-    z = jnp.concatenate([best[0], z], -1)
+    ids = jnp.broadcast_to(ids.reshape(-1), (*x.shape[:2], ids.size))
+    z = jnp.concatenate([best[0], z.reshape(ids.shape)], -1)
     ids = jnp.concatenate([best[1], ids.astype(jnp.int32)], -1)
     z, at = jax.lax.top_k(z, k)
     return (z, jnp.take_along_axis(ids, at, -1)), None

@@ -78,7 +78,8 @@ class Said(NamedTuple):
 
   arrays: dict[str, list]  # for advantages
   metrics: dict[str, float]
-  columns: list[list[update.Told]] | None  # of each microbatch
+  columns: list[list[update.Told]] | None = None  # of each microbatch
+  compared: np.ndarray | None = None  # bool [B]: in the distance to it
 
 
 class Rows(NamedTuple):
@@ -250,6 +251,14 @@ def _response(t: Trajectory) -> tuple:
   return tuple(s for s in t.trained if s.author != 'prompt')
 
 
+def _sizes(rows: Rows) -> list[int]:
+  """Tokens of each response that a teacher scores; 0 without one."""
+  return [
+    types.length(_response(t)) if ok else 0
+    for t, ok in zip(rows.trajectories, rows.taught)
+  ]
+
+
 def deltas(
   rows: Rows, minibatches, scored: Sequence, old: Sequence[np.ndarray], masks
 ) -> tuple[list[np.ndarray], dict[str, float]]:
@@ -263,11 +272,10 @@ def deltas(
   """
   told = batching.masks(rows.trajectories)
   teacher, values = batching.unpacked(minibatches, scored, told), []
-  for t, ok, new, own, mask in zip(
-    rows.trajectories, rows.taught, teacher, old, masks, strict=True
+  for t, n, new, own, mask in zip(
+    rows.trajectories, _sizes(rows), teacher, old, masks, strict=True
   ):
     delta = np.zeros(len(own), np.float32)
-    n = sum(len(s.ids) for s in _response(t)) if ok else 0
     if n:
       mask = mask[-n:] & _written(_response(t))
       delta[-n:] = np.where(mask, new[-n:] - own[-n:], 0.0)
@@ -296,11 +304,7 @@ def compare(
   own, rows, told = batch.minibatches, asked.rows, asked.minibatches
   likely = updater.outputs(params, own, 'top')
   at = batching.unpacked(own, likely, batch.masks)
-  masks = batching.masks(rows.trajectories)
-  sizes = [
-    sum(len(s.ids) for s in _response(t)) if ok else 0
-    for t, ok in zip(rows.trajectories, rows.taught)
-  ]
+  masks, sizes = batching.masks(rows.trajectories), _sizes(rows)
 
   def moved(values, masks):
     """The response's values, behind another prompt."""

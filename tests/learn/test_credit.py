@@ -12,7 +12,14 @@ import pytest
 
 from configs import algorithms
 from searchrl_jax import schema
-from searchrl_jax.learn import advantages, batching, credit, learner, update
+from searchrl_jax.learn import (
+  advantages,
+  batching,
+  credit,
+  learner,
+  teacher,
+  update,
+)
 from searchrl_jax.models import parameters
 from searchrl_jax.store import records
 from searchrl_jax.types import Question, Rewards, Segment, Trajectory
@@ -120,6 +127,21 @@ def test_whole_trajectories_see_returns_less_the_kl_of_all_their_tokens():
     'kl_ref': pytest.approx(0.75),
     'gradient_groups': 0.5,
   }
+
+
+def test_groups_that_only_a_teacher_moves_carry_a_gradient():
+  c, minis, kept = make('GRPO')
+  c.algorithm.advantage, c.algorithm.advantage_kw = 'zero', {}
+  reward = Rewards(np.float32([1, 0, 0, 0]), np.ones(4, bool))
+  share = {}
+  for compared in ((0, 0, 0, 0), (0, 1, 0, 0), (1, 1, 0, 1)):
+    told = teacher.Said({}, {}, compared=np.array(compared, bool))
+    found = credit.assign(
+      c, step(reward, kept, minis), old=None, ref=None, values=None,
+      greedy=None, told=told,
+    )  # fmt: skip
+    share[compared] = found.metrics['gradient_groups']
+  assert [*share.values()] == [0, 0.5, 1]
 
 
 def test_gae_sees_what_each_token_earned_and_its_own_kl():
