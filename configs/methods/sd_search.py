@@ -32,7 +32,11 @@ def change(c, a):
   c.name = 'sd_search'
   core.set_algorithm(c, core.GRPO)
   c.teacher.context, c.teacher.others = 'queries', a.others
-  c.teacher.context_kw = ConfigDict(dict(right=1.0, labels=a.labels))
+  # A generated world has few words.
+  words = ('correct', 'incorrect') if c.model.path else ('found', 'no')
+  c.teacher.context_kw = ConfigDict(
+    dict(right=1.0, labels=a.labels, words=words)
+  )
   core.make_room(c)
   kind = prompts.CALL if prompts.load(c.env.template).calls else 'search'
   c.teacher.columns.update(

@@ -1,10 +1,12 @@
-"""The arms of the arena, as sweeps: one for each phase of the comparison.
+"""The arms of the arena, as sweeps: one for each phase of a comparison.
 
   python -m experiments.arena.run --phase=tune --workdir=runs/arena
 
-A row of METHODS is a method: its file in configs/methods/, the argument that
-scales its shaping with three values, and its claims, against the outcome-only
-row with the same estimator. Phases:
+A `Batch` is a comparison: methods, and the warm start that they have in common.
+FIRST is that of this file; second.py has the methods of 2026. A row is a
+method: its file in configs/methods/, the argument that scales its shaping with
+three values, and its claims, against the outcome-only row with the same
+estimator. Phases:
 
   assay     before any method is judged: GRPO from each mixture of the warm
             start, with exact credit for turns, and with that credit shuffled
@@ -51,7 +53,7 @@ from searchrl_jax import lookup
 from searchrl_jax.sweep import core
 from searchrl_jax.worlds import atlas_traces
 
-TUNED = pathlib.Path(__file__).with_name('tuned.json')
+TUNED = 'tuned.json'
 ASSAY = (100, 101, 102, 103, 104, 105)
 TUNING, CONFIRMING = ASSAY[:2], ASSAY[2:]
 PILOT = (200, 201, 202, 203)
@@ -59,6 +61,7 @@ REPORTING = tuple(range(12))  # the pilot needs 8; the rest is for Holm's p
 CONTROLS = REPORTING[:6]  # which no verdict needs, but for those of GRPO
 MIXES = tuple(mix for mix in atlas_traces.MIXES if mix != 'skills')
 MIX = MIXES[0]  # of all phases but the first and the last
+FEW = REPORTING[:3]  # of what no claim is about
 RATES = (1.0, 0.5, 2.0)  # x the learning rate of the base recipe
 MORE_RATES = (0.25, 4.0)  # for arms without a scale
 KLS = (0.0, 0.003, 0.03)
@@ -77,13 +80,16 @@ class Method:
   controls: name -> fields of the config: 'shuffled' credit says nothing about
   what earned it, 'oracle' credit is exact, 'at_end' comes too late to tell
   turns apart. repeats: further runs of each reporting seed, of a row that
-  claims are against.
+  claims are against. arg: further arguments of the file. aside: no claim is
+  about it; it is not tuned, and has FEW seeds.
   """
 
   name: str
   scale: tuple[str, tuple[float, ...]] | None = None
   claims: tuple[Claim, ...] = ()
   file: str = ''
+  arg: str = ''
+  aside: bool = False
   fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   controls: Mapping[str, Mapping[str, Any]] = dataclasses.field(
     default_factory=dict
@@ -268,13 +274,6 @@ METHODS = (
     controls=_credit('parallel', 'shuffled'),
   ),
 )
-# Files of configs/methods that have no row: they are not compared yet.
-LATER = frozenset(
-  'clip_delta echo guide ig_search maxrl mr_search opsd sapo sd_search sdpo '
-  'search_e1 self_aligned simpletir sspo tips trace'.split()
-)
-
-CLAIMS = tuple(claim for row in METHODS for claim in row.claims)
 
 
 def config(
@@ -293,7 +292,7 @@ def config(
   fields = {**row.fields, **fields, 'seed': seed + fields.get('seed', 0)}
   if setting['kl']:
     fields |= {'algorithm.kl': 'loss', 'algorithm.kl_coef': setting['kl']}
-  parts = [f'seed={seed}', base]
+  parts = [f'seed={seed}', base, row.arg]
   if '.' in name:
     fields[name] = value
   elif name:
@@ -303,24 +302,6 @@ def config(
   c = core.changed(lambda _: module.get_config(argument), fields, seed)
   c.optim.lr *= setting['lr']
   return c
-
-
-def _chosen(what: str, row: Method, phase: str) -> Any:
-  known = json.loads(TUNED.read_text()) if TUNED.exists() else {}
-  lookup.require(
-    row.name in known.get(what, {}),
-    f'{TUNED.name} has no {what} of {row.name!r}: run --phase={phase} first',
-  )
-  return known[what][row.name]
-
-
-def tuned(row: Method) -> Mapping[str, float]:
-  """The setting that the tuning chose.
-
-  Raises:
-    ConfigError: it has not run.
-  """
-  return _chosen('settings', row, 'confirm')
 
 
 def _evaluation(plan: 'Plan') -> core.Evaluation:
@@ -339,104 +320,176 @@ class Plan(NamedTuple):
   seeds: tuple[int, ...] = ()
 
 
-def assay() -> Iterator[Plan]:
-  grpo = METHODS[0]
-  for mix in MIXES:
-    seeds = ASSAY if mix == MIX else ASSAY[:3]
-    for name, fields in {'grpo': {}, **oracle.ARMS}.items():
-      yield Plan(f'{name}-{mix}', grpo, grpo.default, fields, mix, seeds)
+def _atlas(mix: str, seed: int) -> ConfigDict:
+  return recipe.get_config(f'mix={mix},seed={seed}')
 
 
-def tune() -> Iterator[Plan]:
-  for row in METHODS:
-    for setting in row.trials():
-      changed = (f'{k}={v}' for k, v in setting.items() if v != row.default[k])
-      yield Plan(','.join([row.name, *changed]), row, setting)
+@dataclasses.dataclass(frozen=True)
+class Batch:
+  """Rows that are compared with each other.
+
+  file: of this package, whose get_sweep has the phases. folder: of tuned.json,
+  runs.csv and results. names: of its phases. start: (mixture, seed) -> config
+  of a warm start. change: called with the config of each arm. mixes: of the
+  warm start.
+  """
+
+  methods: tuple[Method, ...]
+  file: str
+  folder: pathlib.Path
+  names: tuple[str, ...]
+  start: Callable[[str, int], ConfigDict] = _atlas
+  change: Callable[[ConfigDict], None] = lambda config: None
+  mixes: tuple[str, ...] = MIXES
+
+  @property
+  def claims(self) -> tuple[Claim, ...]:
+    return tuple(claim for row in self.methods for claim in row.claims)
+
+  @property
+  def rows(self) -> tuple[Method, ...]:
+    """Those that claims are about, or against."""
+    return tuple(row for row in self.methods if not row.aside)
+
+  @property
+  def phases(
+    self,
+  ) -> dict[str, tuple[Callable[[], Iterator[Plan]], tuple[int, ...]]]:
+    """Name -> its plans, and its seeds."""
+    seeds = dict(assay=ASSAY, tune=TUNING, confirm=CONFIRMING, pilot=PILOT)
+    seeds |= dict(report=REPORTING, stress=REPORTING, mixtures=FEW)
+    return {
+      name: (getattr(self, name), seeds[name])
+      for name in self.names
+      if name != recipes.PHASE
+    }
+
+  def chosen(self, what: str, row: Method, phase: str) -> Any:
+    path = self.folder / TUNED
+    known = json.loads(path.read_text()) if path.exists() else {}
+    lookup.require(
+      row.name in known.get(what, {}),
+      f'{TUNED} has no {what} of {row.name!r}: run --phase={phase} first',
+    )
+    return known[what][row.name]
+
+  def tuned(self, row: Method) -> Mapping[str, float]:
+    """The setting that the tuning chose.
+
+    Raises:
+      ConfigError: it has not run.
+    """
+    if row.aside:
+      return row.default
+    return self.chosen('settings', row, 'confirm')
+
+  def assay(self) -> Iterator[Plan]:
+    grpo = self.methods[0]
+    for mix in self.mixes:
+      seeds = ASSAY if mix == MIX else ASSAY[:3]
+      for name, fields in {'grpo': {}, **oracle.ARMS}.items():
+        yield Plan(f'{name}-{mix}', grpo, grpo.default, fields, mix, seeds)
+
+  def tune(self) -> Iterator[Plan]:
+    for row in self.rows:
+      for setting in row.trials():
+        changed = (
+          f'{k}={v}' for k, v in setting.items() if v != row.default[k]
+        )
+        yield Plan(','.join([row.name, *changed]), row, setting)
+
+  def confirm(self) -> Iterator[Plan]:
+    for row in self.rows:
+      default, best = row.name, self.chosen('best', row, 'tune')
+      if best != default:
+        yield from (p for p in self.tune() if p.name in (default, best))
+
+  def pilot(self) -> Iterator[Plan]:
+    for row in self.methods:
+      seeds = FEW if row.aside else ()
+      yield Plan(row.name, row, self.tuned(row), seeds=seeds)
+
+  def report(self) -> Iterator[Plan]:
+    yield from self.pilot()
+    for row in self.methods:
+      for n, name in enumerate(row.again, 1):
+        again = {'seed': 10_000 * n}  # of samples and the questions' order
+        yield Plan(name, row, self.tuned(row), again)
+      if row.repeats and self.tuned(row) != row.default:
+        yield Plan(f'{row.name}-default', row, row.default)
+    named = {claim.against for claim in self.claims}
+    for row in self.methods:
+      for name, fields in row.controls.items():
+        arm, seeds = f'{row.name}-{name}', CONTROLS if row.scale else ()
+        seeds = () if arm in named else FEW if row.aside else seeds
+        yield Plan(arm, row, self.tuned(row), fields, seeds=seeds)
+    if 'grpo-missing' in named:
+      grpo = self.methods[0]
+      lacks = {'source.dials': {'missing': MISSING}}
+      yield Plan('grpo-missing', grpo, self.tuned(grpo), lacks)
+
+  def stress(self) -> Iterator[Plan]:
+    judged = [claim for claim in self.claims if claim.phase == 'stress']
+    needed = {name for c in judged for name in (c.method, c.against)}
+    for plan in self.pilot():
+      setting = {**plan.setting, 'lr': STRESS}
+      seeds = () if plan.name in needed else FEW
+      if plan.name in needed or not plan.row.aside:
+        yield plan._replace(setting=setting, seeds=seeds)
+
+  def mixtures(self) -> Iterator[Plan]:
+    for mix in self.mixes:
+      for plan in self.pilot() if mix != MIX else ():
+        yield plan._replace(name=f'{plan.name}-{mix}', mix=mix)
+
+  def config(self, plan: Plan, base: str, seed: int) -> ConfigDict:
+    c = config(plan.row, plan.setting, plan.fields, base, seed)
+    self.change(c)
+    return c
+
+  def sweep(self, phase: str, base: str = '') -> core.Sweep:
+    """The arms of a phase.
+
+    base: arguments of another base recipe.
+
+    Raises:
+      ConfigError: there is no such phase, or it is of atlas alone.
+    """
+    known = ', '.join(self.names)
+    lookup.require(phase in self.names, f'phase {phase!r}: one of {known}')
+    message = f'phase {phase!r} is of atlas: leave --base out'
+    lookup.require(not base or phase in OF_ANY_BASE, message)
+    if phase == recipes.PHASE:
+      return recipes.get_sweep()
+    make, seeds = self.phases[phase]
+    plans, warm = [*make()], {}
+    if not base:
+      for mix in {'skills': 0} | {plan.mix: 0 for plan in plans}:
+        init = '' if mix == 'skills' else 'skills'
+        warm[mix] = core.Start(functools.partial(self.start, mix), init)
+    arms = [
+      core.Arm(
+        # Phases share a folder, and with it warm starts.
+        f'stress-{plan.name}' if phase == 'stress' else plan.name,
+        functools.partial(self.config, plan, base),
+        plan.mix if warm else '',
+        evaluations={'after': _evaluation(plan)},
+        seeds=plan.seeds or seeds,
+      )
+      for plan in plans
+    ]
+    curves = {'reward': 'reward', 'health/searches': 'searches'}
+    return core.Sweep(warm, arms, measure.SCORES + measure.TRAINING, curves)
 
 
-def confirm() -> Iterator[Plan]:
-  for row in METHODS:
-    default, best = row.name, _chosen('best', row, 'tune')
-    if best != default:
-      yield from (p for p in tune() if p.name in (default, best))
-
-
-def pilot() -> Iterator[Plan]:
-  for row in METHODS:
-    yield Plan(row.name, row, tuned(row))
-
-
-def report() -> Iterator[Plan]:
-  yield from pilot()
-  for row in METHODS:
-    for n, name in enumerate(row.again, 1):
-      again = {'seed': 10_000 * n}  # of samples and the questions' order
-      yield Plan(name, row, tuned(row), again)
-    if row.repeats and tuned(row) != row.default:
-      yield Plan(f'{row.name}-default', row, row.default)
-  for row in METHODS:
-    for name, fields in row.controls.items():
-      arm, seeds = f'{row.name}-{name}', CONTROLS if row.scale else ()
-      yield Plan(arm, row, tuned(row), fields, seeds=seeds)
-  lacks = {'source.dials': {'missing': MISSING}}
-  yield Plan('grpo-missing', METHODS[0], tuned(METHODS[0]), lacks)
-
-
-def stress() -> Iterator[Plan]:
-  judged = [claim for claim in CLAIMS if claim.phase == 'stress']
-  needed = {name for c in judged for name in (c.method, c.against)}
-  for plan in pilot():
-    setting = {**plan.setting, 'lr': STRESS}
-    seeds = () if plan.name in needed else REPORTING[:3]
-    yield plan._replace(setting=setting, seeds=seeds)
-
-
-def mixtures() -> Iterator[Plan]:
-  for mix in MIXES:
-    for plan in pilot() if mix != MIX else ():
-      yield plan._replace(name=f'{plan.name}-{mix}', mix=mix)
-
-
-PHASES: Mapping[str, tuple[Callable[[], Iterator[Plan]], tuple[int, ...]]] = {
-  'assay': (assay, ASSAY),
-  'tune': (tune, TUNING),
-  'confirm': (confirm, CONFIRMING),
-  'pilot': (pilot, PILOT),
-  'report': (report, REPORTING),
-  'stress': (stress, REPORTING),
-  'mixtures': (mixtures, REPORTING[:3]),
-}
 TRIALS = 'tune', 'confirm'  # the phases that choose settings
 OF_ANY_BASE = 'pilot', 'report', 'stress'  # others need atlas's warm starts
-NAMES = (*PHASES, recipes.PHASE)
+NAMES = 'assay', *TRIALS, 'pilot', 'report', 'stress', 'mixtures'
+FOLDER = pathlib.Path(__file__).parent
+FIRST = Batch(METHODS, 'arms.py', FOLDER, (*NAMES, recipes.PHASE))
 
 
 def get_sweep(arg=None) -> core.Sweep:
   """PHASE, or PHASE with arguments of the base recipe: 'report,model=...'."""
   phase, _, base = (arg or 'report').partition(',')
-  known = ', '.join(NAMES)
-  lookup.require(phase in NAMES, f'phase {phase!r}: one of {known}')
-  message = f'phase {phase!r} is of atlas: leave --base out'
-  lookup.require(not base or phase in OF_ANY_BASE, message)
-  if phase == recipes.PHASE:
-    return recipes.get_sweep()
-  plans, seeds = PHASES[phase]
-  plans, warm = [*plans()], {}
-  if not base:
-    start = lambda mix: lambda seed: recipe.get_config(f'mix={mix},seed={seed}')
-    warm['skills'] = core.Start(start('skills'))
-    for mix in {plan.mix: 0 for plan in plans}:
-      warm[mix] = core.Start(start(mix), 'skills')
-  arms = [
-    core.Arm(
-      # Phases share a folder, and with it warm starts.
-      f'stress-{plan.name}' if phase == 'stress' else plan.name,
-      functools.partial(config, plan.row, plan.setting, plan.fields, base),
-      plan.mix if warm else '',
-      evaluations={'after': _evaluation(plan)},
-      seeds=plan.seeds or seeds,
-    )
-    for plan in plans
-  ]
-  curves = {'reward': 'reward', 'health/searches': 'searches'}
-  return core.Sweep(warm, arms, measure.SCORES + measure.TRAINING, curves)
+  return FIRST.sweep(phase, base)

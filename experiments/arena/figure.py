@@ -1,6 +1,6 @@
 """The figure of the arena: experiments/arena/figure.png.
 
-  python -m experiments.arena.figure
+  python -m experiments.arena.figure --batch=first
 
 From results.json. Left: the paired difference of each claim to more exact match
 over three and four hops, with its interval, the margin shaded; below them, what
@@ -15,7 +15,7 @@ import pathlib
 
 from absl import flags
 
-from experiments.arena import arms, results
+from experiments.arena import arms, results, second
 from searchrl_jax import lookup
 from searchrl_jax.run import command
 
@@ -23,8 +23,8 @@ SHOWN = 'searches, - GRPO', 'exact match, all, - GRPO'  # of ECONOMY
 COLORS = {'shown': 'C2', 'contradicted': 'C3', 'equivalent': 'C0'}
 
 
-def draw(found: dict):
-  """found: the content of results.json.
+def draw(batch: arms.Batch, found: dict):
+  """found: the content of its results.json.
 
   Raises:
     ConfigError: no claim has two runs.
@@ -40,7 +40,7 @@ def draw(found: dict):
   named = ('arm', 'against', 'metric')
   gains = {tuple(g[name] for name in named): g for g in found['gains']}
   _differences(found, gains, left)
-  _economy(gains, right)
+  _economy(batch, gains, right)
   figure.legend(loc='outside lower left', ncols=8, fontsize=6, frameon=False)
   for axis in left, *right:
     axis.spines[['top', 'right']].set_visible(False)
@@ -91,11 +91,11 @@ def _differences(found: dict, gains, axis) -> None:
   axis.plot([], [], '^', color='0.6', label='exact credit')
 
 
-def _economy(gains, axes) -> None:
+def _economy(batch: arms.Batch, gains, axes) -> None:
   """axes: one for each of results.ECONOMY."""
   rows = [
     (row, [gains.get((row.name, 'grpo', name)) for name in results.ECONOMY])
-    for row in arms.METHODS
+    for row in batch.methods
   ]
   rows = [(row, found) for row, found in rows if all(found)]
   rows.sort(key=lambda pair: -pair[1][-1]['mean'])
@@ -117,13 +117,14 @@ def _economy(gains, axes) -> None:
 
 
 def main():
-  folder = pathlib.Path(__file__).parent
-  source = pathlib.Path(flags.FLAGS.results or folder / 'results.json')
+  batch = second.BATCHES[flags.FLAGS.batch]
+  source = pathlib.Path(flags.FLAGS.results or batch.folder / 'results.json')
   path = source.with_name('figure.png')
-  draw(json.loads(source.read_text())).savefig(path, dpi=200)
+  draw(batch, json.loads(source.read_text())).savefig(path, dpi=200)
   print(path)
 
 
 if __name__ == '__main__':
+  flags.DEFINE_enum('batch', 'first', second.BATCHES, 'See second.py.')
   flags.DEFINE_string('results', '', 'results.json of another base recipe.')
   command.run(main)

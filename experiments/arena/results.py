@@ -33,7 +33,9 @@ FIGURED = 'shuffled', 'oracle'  # controls
 Runs = Mapping[str, Mapping[str, Any]]  # arm -> case -> {'values', ...}
 
 
-def choose(tried: Runs, again: Runs, path: pathlib.Path, environment) -> None:
+def choose(
+  batch: arms.Batch, tried: Runs, again: Runs, out: pathlib.Path, environment
+) -> None:
   """Writes the setting of each row of which all trials are complete.
 
   The best trial has the best mean over the TUNING seeds of the metric of the
@@ -43,8 +45,8 @@ def choose(tried: Runs, again: Runs, path: pathlib.Path, environment) -> None:
   the default on the CONFIRMING seeds (`again`), too.
   """
   settings, trials, bests, confirmed = {}, {}, {}, {}
-  for row in arms.METHODS:
-    plans = [p for p in arms.tune() if p.row is row]
+  for row in batch.rows:
+    plans = [p for p in batch.tune() if p.row is row]
     means = _trial_means(plans, tried, row, arms.TUNING)
     if not means:
       continue
@@ -66,7 +68,7 @@ def choose(tried: Runs, again: Runs, path: pathlib.Path, environment) -> None:
     'confirmed': confirmed,
     'trials': trials,
   }
-  records.write_json(path, content)
+  records.write_json(out / arms.TUNED, content)
 
 
 def _trial_means(plans, runs: Runs, row, seeds) -> dict[str, dict[str, float]]:
@@ -97,34 +99,40 @@ def _best(goal: verdicts.Claim, plans, means) -> arms.Plan:
   return best if _gain(goal, best, means, plans[0]) > goal.margin else plans[0]
 
 
-def write(runs: Mapping[str, Runs], out: pathlib.Path, environment, command):
+def write(
+  batch: arms.Batch,
+  runs: Mapping[str, Runs],
+  out: pathlib.Path,
+  environment,
+  command,
+):
   """Writes results.json and means.csv of what is complete.
 
   Returns:
     The content of results.json.
   """
-  found = planned(runs)
-  every = averaged(found)
+  found = planned(batch, runs)
+  every = averaged(batch, found)
   table = pd.DataFrame(_means(every)).to_csv(index=False, float_format='%.6g')
   records.write_text(out / 'means.csv', table)
   content = {
     'environment': environment,
     'command': command,
     'margin': verdicts.MARGIN,
-    'assay': assay(every),
-    'claims': judge(found),
-    'seeds_needed': seeds_needed(every.get('pilot', {})),
-    'agreement': agreement(found),
-    'gains': [*gains(every.get('report', {}))],
-    'corpus': [*corpus(every.get('report', {}))],
+    'assay': assay(batch, every),
+    'claims': judge(batch, found),
+    'seeds_needed': seeds_needed(batch, every.get('pilot', {})),
+    'agreement': agreement(batch, found),
+    'gains': [*gains(batch, every.get('report', {}))],
+    'corpus': [*corpus(batch, every.get('report', {}))],
   }
   records.write_json(out / 'results.json', content)
   return content
 
 
-def planned(runs: Mapping[str, Runs]) -> verdicts.Values:
-  """The values of the seeds that arms.py lists for each phase."""
-  phases = {phase: seeds for phase, (_, seeds) in arms.PHASES.items()}
+def planned(batch: arms.Batch, runs: Mapping[str, Runs]) -> verdicts.Values:
+  """The values of the seeds that are listed for each phase."""
+  phases = {phase: seeds for phase, (_, seeds) in batch.phases.items()}
   phases[arms.recipes.PHASE] = arms.recipes.SEEDS
   return {
     phase: {
@@ -139,14 +147,14 @@ def planned(runs: Mapping[str, Runs]) -> verdicts.Values:
   }
 
 
-def averaged(every: verdicts.Values) -> verdicts.Values:
+def averaged(batch: arms.Batch, every: verdicts.Values) -> verdicts.Values:
   """With the mean over all runs of a case in the place of a row's first run.
 
   Of the cases that all of its arms have that have begun; the other arms are
   left out.
   """
   report = {**every.get('report', {})}
-  for row in arms.METHODS:
+  for row in batch.methods:
     runs = [report.get(row.name, {})]
     runs += [x for name in row.again if (x := report.pop(name, {}))]
     shared = set.intersection(*({*cases} for cases in runs))
@@ -163,32 +171,34 @@ def averaged(every: verdicts.Values) -> verdicts.Values:
   return {**every, 'report': report}
 
 
-def judge(every: verdicts.Values) -> list[dict]:
+def judge(batch: arms.Batch, every: verdicts.Values) -> list[dict]:
   """Records of the claims, with `n_planned`, the number of the phase's seeds.
 
   every: of `planned` seeds.
   """
-  complete = [_complete(claim, every) for claim in arms.CLAIMS]
-  out = verdicts.judge(arms.CLAIMS, averaged(every), complete)
+  complete = [_complete(batch, claim, every) for claim in batch.claims]
+  out = verdicts.judge(batch.claims, averaged(batch, every), complete)
   for record in out:
-    _, seeds = arms.PHASES[record['phase']]
+    _, seeds = batch.phases[record['phase']]
     record['n_planned'] = len(seeds)
   return out
 
 
-def _complete(claim: verdicts.Claim, every: verdicts.Values) -> bool:
+def _complete(
+  batch: arms.Batch, claim: verdicts.Claim, every: verdicts.Values
+) -> bool:
   """Whether both arms have all seeds of the phase, and all repeats."""
-  _, seeds = arms.PHASES[claim.phase]
+  _, seeds = batch.phases[claim.phase]
   names = {claim.method, claim.against}
   if claim.phase == 'report':
-    again = [row.again for row in arms.METHODS if row.name in names]
+    again = [row.again for row in batch.methods if row.name in names]
     names.update(*again)
   found = every.get(claim.phase, {})
   known = [verdicts.by_case(found, name, claim.metric) for name in names]
   return all({*map(str, seeds)} <= {*cases} for cases in known)
 
 
-def assay(every: verdicts.Values) -> dict[str, Any]:
+def assay(batch: arms.Batch, every: verdicts.Values) -> dict[str, Any]:
   """Paired differences of SCORE, and whether they are sensitive.
 
   Of each mixture with GRPO's default setting, and ('tuned') of the reporting
@@ -198,10 +208,10 @@ def assay(every: verdicts.Values) -> dict[str, Any]:
   is left out.
   """
   found, report = every.get('assay', {}), every.get('report', {})
-  seeds = {plan.mix: plan.seeds for plan in arms.assay()}
+  seeds = {plan.mix: plan.seeds for plan in batch.assay()}
   sets = {
     mix: ([f'{a}-{mix}' for a in ('grpo', *oracle.ARMS)], found, seeds[mix])
-    for mix in arms.MIXES
+    for mix in batch.mixes
   }
   names = ['grpo', *(f'grpo-{a}' for a in oracle.ARMS)]
   sets['tuned'] = names, report, arms.REPORTING
@@ -228,20 +238,20 @@ def assay(every: verdicts.Values) -> dict[str, Any]:
   return out
 
 
-def seeds_needed(pilot) -> int | None:
+def seeds_needed(batch: arms.Batch, pilot) -> int | None:
   """Runs that give a half interval of the margin, over the claims on SCORE."""
   found = [
     verdicts.differences(
       dataclasses.replace(claim, phase='pilot'), {'pilot': pilot}
     )
-    for claim in arms.CLAIMS
+    for claim in batch.claims
     if claim.metric == SCORE
   ]
   known = [x for x in found if len(x) > 1]
   return verdicts.seeds_needed(known, verdicts.MARGIN) if known else None
 
 
-def gains(report) -> Iterator[dict[str, Any]]:
+def gains(batch: arms.Batch, report) -> Iterator[dict[str, Any]]:
   """Paired differences beside the claims: of `arm` - `against`.
 
   Of each row to BASES on SCORE, ECONOMY and the metrics of its claims; and on
@@ -249,7 +259,7 @@ def gains(report) -> Iterator[dict[str, Any]]:
   of these to what the claim is against. Intervals are not corrected.
   """
   pairs = []
-  for row in arms.METHODS:
+  for row in batch.methods:
     claimed = (claim.metric for claim in row.claims)
     for metric in dict.fromkeys((SCORE, *ECONOMY, *claimed)):
       pairs += [(row.name, x, metric) for x in BASES if x != row.name]
@@ -268,14 +278,14 @@ def gains(report) -> Iterator[dict[str, Any]]:
       yield about | gain._asdict()
 
 
-def corpus(report) -> Iterator[dict[str, Any]]:
+def corpus(batch: arms.Batch, report) -> Iterator[dict[str, Any]]:
   """How much more the corpus that lacks nothing gains GRPO than a row gains.
 
   Of each row with a claim on SCORE, against what that claim is against. That
   the corpus gains more than every one of them is shown if all intervals lie
   above 0: they need no correction.
   """
-  for row in arms.METHODS:
+  for row in batch.methods:
     goal = row.goal
     if row.scale and goal.metric == SCORE:
       weights = collections.Counter({'grpo': 1, 'grpo-missing': -1})
@@ -290,7 +300,9 @@ def corpus(report) -> Iterator[dict[str, Any]]:
         yield {'method': row.name} | figures.interval(column)._asdict()
 
 
-def agreement(every: verdicts.Values) -> dict[str, Any] | None:
+def agreement(
+  batch: arms.Batch, every: verdicts.Values
+) -> dict[str, Any] | None:
   """Kendall's W of the order of rows by SCORE, from as many runs as mixtures.
 
   Of the first run of each row, with seeds that all rows have from all mixtures.
@@ -299,7 +311,8 @@ def agreement(every: verdicts.Values) -> dict[str, Any] | None:
     w: each run from another mixture of the warm start and another seed, the
     mean over all ways to choose the seeds. w_same: {mixture: the same, with all
     runs from this one}, which says how much the seeds alone change the order.
-    scores: {row: {mixture: the mean of SCORE}}. None if seeds are missing.
+    scores: {row: {mixture: the mean of SCORE}}. None if seeds are missing, or
+    there is one mixture.
   """
   main, others = every.get('report', {}), every.get('mixtures', {})
   by_mix = {
@@ -307,13 +320,13 @@ def agreement(every: verdicts.Values) -> dict[str, Any] | None:
       main.get(row.name, {})
       if mix == arms.MIX
       else others.get(f'{row.name}-{mix}', {})
-      for row in arms.METHODS
+      for row in batch.methods
     ]
-    for mix in arms.MIXES
+    for mix in batch.mixes
   }
   cases = set.intersection(*({*x} for runs in by_mix.values() for x in runs))
   n = len(by_mix)
-  if len(cases) < n:
+  if len(cases) < n or n == 1:
     return None
 
   def w(judges):
@@ -336,7 +349,7 @@ def agreement(every: verdicts.Values) -> dict[str, Any] | None:
         mix: statistics.fmean(runs[i][case][SCORE] for case in cases)
         for mix, runs in by_mix.items()
       }
-      for i, row in enumerate(arms.METHODS)
+      for i, row in enumerate(batch.methods)
     },
   }
 
@@ -412,7 +425,7 @@ def show(
   return _markdown(lines)
 
 
-def show_mixtures(content: Mapping[str, Any]) -> str:
+def show_mixtures(batch: arms.Batch, content: Mapping[str, Any]) -> str:
   """Markdown: SCORE of each row from each mixture; '' if one has not run.
 
   Args:
@@ -420,9 +433,10 @@ def show_mixtures(content: Mapping[str, Any]) -> str:
   """
   if not content['agreement']:
     return ''
-  lines = [['method', *arms.MIXES], ['---'] * (1 + len(arms.MIXES))]
+  mixes = batch.mixes
+  lines = [['method', *mixes], ['---'] * (1 + len(mixes))]
   for name, found in content['agreement']['scores'].items():
-    lines.append([name, *(f'{found[mix]:.3f}' for mix in arms.MIXES)])
+    lines.append([name, *(f'{found[mix]:.3f}' for mix in mixes)])
   return _markdown(lines)
 
 

@@ -3,20 +3,21 @@
   python -m experiments.arena.run --phase=assay --workdir=runs/arena
   ... --phase=tune       then --phase=confirm, pilot, report, stress, mixtures
   ... --phase=recipes    rows outside the comparison
+  ... --batch=second     the methods of 2026, in experiments/arena/second/
   ... --parallel=2       two arms at a time
   ... --only=grpo,otc --seeds=0,1
   ... --base=base=search_r1,model=Qwen/Qwen2.5-3B,folder=...
 
-experiments/arena/arms.py has the phases. Each arm is a stage of a sweep
-(searchrl_jax/sweep): the same command goes on where it was stopped. The
-values of arms that are complete are kept in experiments/arena/runs.csv, so
-that what one machine has run, another leaves out (it trains the warm starts of
-what is left again). An arm whose config has changed since runs again, in
-another --workdir or after its folder is removed, and what it was before counts
-no more; results leave out seeds that no phase lists. Tuning writes tuned.json,
-and every phase results.json, claims with their verdicts so far, and means.csv,
-the means of all arms with intervals. With another base these files lie in
---workdir.
+experiments/arena/arms.py has the phases, second.py another batch. Each arm is a
+stage of a sweep (searchrl_jax/sweep): the same command goes on where it was
+stopped. The values of arms that are complete are kept in runs.csv of the
+batch's folder, so that what one machine has run, another leaves out (it trains
+the warm starts of what is left again). An arm whose config has changed since
+runs again, in another --workdir or after its folder is removed, and what it was
+before counts no more; results leave out seeds that no phase lists. Tuning
+writes tuned.json, and every phase results.json, claims with their verdicts so
+far, and means.csv, the means of all arms with intervals. With another base
+these files lie in --workdir.
 """
 
 import csv
@@ -29,14 +30,13 @@ from absl import flags
 import pandas as pd
 
 from experiments import common
-from experiments.arena import arms, results
+from experiments.arena import arms, results, second
 from searchrl_jax import lookup, schema
 from searchrl_jax.run import command
 from searchrl_jax.store import records
 from searchrl_jax.sweep import core, figures, stages
 from searchrl_jax.sweep import runner as sweep
 
-HERE = pathlib.Path(__file__).parent
 RUNS = 'runs.csv'
 _NAMED = 'phase', 'arm', 'case'
 
@@ -96,8 +96,8 @@ def keep(found: core.Sweep, left: set[str], phase: str, folder, out) -> dict:
   return runs
 
 
-def current(runs, base: str = '') -> dict:
-  """Those of `load_runs` that count: with the configs that arms.py has now.
+def current(batch: arms.Batch, runs, base: str = '') -> dict:
+  """Those of `load_runs` that count: with the configs that the arms have now.
 
   base: arguments of another base recipe.
   """
@@ -106,7 +106,7 @@ def current(runs, base: str = '') -> dict:
     # What a trial is does not depend on which are confirmed.
     name = 'tune' if phase == 'confirm' else phase
     try:
-      found = arms.get_sweep(','.join(filter(None, (name, base))))
+      found = batch.sweep(name, base)
     except lookup.ConfigError:  # the tuning has not chosen its settings yet
       continue
     for arm in found.arms:
@@ -148,10 +148,11 @@ def _row(name: str) -> str:
 
 def main():
   values = flags.FLAGS
+  batch = second.BATCHES[values.batch]
   phase, folder = values.phase, pathlib.Path(values.workdir)
-  out = folder if values.base else HERE
+  out = folder if values.base else batch.folder
   arg = ','.join(filter(None, (phase, values.base)))
-  spec = f'experiments/arena/arms.py:{arg}'
+  spec = f'experiments/arena/{batch.file}:{arg}'
   table = core.load(spec)
   environment = common.environment()
   out.mkdir(parents=True, exist_ok=True)
@@ -171,12 +172,12 @@ def main():
     runs = update()
     if phase in arms.TRIALS:
       tried = {name: runs.get(name, {}) for name in arms.TRIALS}
-      tried = [current(tried).get(name, {}) for name in arms.TRIALS]
-      results.choose(*tried, arms.TUNED, environment)
+      tried = [current(batch, tried).get(name, {}) for name in arms.TRIALS]
+      results.choose(batch, *tried, out, environment)
     said = common.command('experiments.arena.run')
-    counted = current(runs, values.base)
-    written = results.write(counted, out, environment, said)
-    every = results.averaged(results.planned(counted))
+    counted = current(batch, runs, values.base)
+    written = results.write(batch, counted, out, environment, said)
+    every = results.averaged(batch, results.planned(batch, counted))
     other = phase == arms.recipes.PHASE
     columns = arms.recipes.COLUMNS if other else results.COLUMNS
     print(results.show(every.get(phase, {}), columns))
@@ -185,7 +186,7 @@ def main():
     if made := figures.versions(named):
       print(made)
     print(results.show_claims(written))
-    print(results.show_mixtures(written))
+    print(results.show_mixtures(batch, written))
 
 
 def _kept(found: core.Sweep, stage: str, known: dict) -> bool:
@@ -201,7 +202,8 @@ def _before(found: core.Sweep, stage: str) -> list[str]:
 
 
 if __name__ == '__main__':
-  flags.DEFINE_enum('phase', None, arms.NAMES, 'See arms.py.', required=True)
+  flags.DEFINE_enum('phase', None, second.NAMES, 'See arms.py.', required=True)
+  flags.DEFINE_enum('batch', 'first', second.BATCHES, 'See second.py.')
   flags.DEFINE_string('base', '', 'Arguments of another base recipe.')
   sweep.define_flags()
   command.run(main)

@@ -8,7 +8,7 @@ the metric. b is 0; of a claim `within` a margin, it is minus the margin. The
 verdict is the first of these that holds:
 
     shown         above b with p <= 0.05 after the correction
-    contradicted  the interval, uncorrected, lies below b
+    contradicted  below b with p <= 0.05 after the correction
     equivalent    the interval, uncorrected, lies within the claim's margin
     undecided     else; also where all differences are equal: they say nothing
                   of their spread (two arms that never collapse; an arm whose
@@ -146,7 +146,7 @@ def verdict(claim: Claim, mean, low, high, p: float, highest: float) -> str:
   collapsed = claim.sign > 0 and highest <= claim.margin
   if p <= LEVEL and mean > bound(claim) and not (claim.within and collapsed):
     return 'shown'
-  if high < bound(claim):
+  if p <= LEVEL and mean < bound(claim):
     return 'contradicted'
   if -claim.margin <= low and high <= claim.margin and not collapsed:
     return 'equivalent'

@@ -379,7 +379,7 @@ def anchors(group, returns, env, *, right: float, wrong: str, everyone: bool):
 anchors.needs = ('supporting', 'answers')  # type: ignore[attr-defined]
 
 
-def queries(group, returns, env, *, right: float, labels: bool):
+def queries(group, returns, env, *, right: float, labels: bool, words):
   """The queries of the other trajectories, and which of these were right.
 
   Thoughts, passages and answers are left out. A group that is all right or all
@@ -388,6 +388,7 @@ def queries(group, returns, env, *, right: float, labels: bool):
   Args:
     right: return from which a trajectory is right.
     labels: False: the labels are those of the next trajectory, a control.
+    words: the labels of those that are right, and of the others.
   """
   del env
   known = [i for i, earned in enumerate(returns) if np.isfinite(earned)]
@@ -398,7 +399,7 @@ def queries(group, returns, env, *, right: float, labels: bool):
   told = {}
   for i, ok in zip(known, shown):
     asked = [s.request.query for s in group[i].calls(types.SEARCH)]
-    told[i] = ' '.join([*asked, 'correct' if ok else 'incorrect'])
+    told[i] = ' '.join([*asked, words[not ok]])
   return [
     ' '.join(text for j, text in told.items() if j != i)
     for i in range(len(group))

@@ -108,7 +108,7 @@ def test_what_the_rows_are_evaluated_with(monkeypatch):
 def test_rows_are_in_the_table_and_in_no_claim(tmp_path):
   values = {'hard/em': 0.4, 'before/hard/em': 0.1}
   runs = {'recipes': {'ttrl': {'0': {'values': values}}}}
-  results.write(runs, tmp_path, {}, '--phase=recipes')
+  results.write(arms.FIRST, runs, tmp_path, {}, '--phase=recipes')
   written = json.loads((tmp_path / 'results.json').read_text())
   table = pd.read_csv(tmp_path / 'means.csv')
   table = table[table.statistic == 'mean'].set_index('metric')

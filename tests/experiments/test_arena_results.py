@@ -10,7 +10,15 @@ import pandas as pd
 import pytest
 import scipy.stats
 
-from experiments.arena import arms, figure, measure, results, run, verdicts
+from experiments.arena import (
+  arms,
+  figure,
+  measure,
+  results,
+  run,
+  second,
+  verdicts,
+)
 from searchrl_jax import schema
 from searchrl_jax.lookup import ConfigError
 from searchrl_jax.store import records
@@ -78,12 +86,12 @@ def test_further_runs_of_a_baseline_are_averaged():
     'grpo-2': cases(0.4, 0.5),
   }
   claim = verdicts.Claim('gigpo', '', 'em')
-  found = results.averaged({'report': report})
+  found = results.averaged(arms.FIRST, {'report': report})
   # 0.5 - (0.2 + 0.4) / 2; 0.6 - (0.3 + 0.5) / 2.
   np.testing.assert_allclose(verdicts.differences(claim, found), [0.2, 0.2])
   # A case that lacks a run would have more noise, and other samples.
   report['grpo-3'] = {'0': {'em': 0.6}}
-  found = results.averaged({'report': report})
+  found = results.averaged(arms.FIRST, {'report': report})
   assert {*found['report']} == {'gigpo', 'grpo'}
   np.testing.assert_allclose(verdicts.differences(claim, found), [0.1])
   assert {*report} == {'gigpo', 'grpo', 'grpo-2', 'grpo-3'}
@@ -151,6 +159,17 @@ def test_a_claim_that_is_incomplete_helps_no_other():
   assert part['p_holm'] is None
   assert (part['verdict'], part['n_seeds']) == ('undecided', 3)
   assert part['value'] == pytest.approx(0.6, abs=1e-3)
+
+
+def test_what_is_contradicted_is_corrected_too():
+  # -.1, -.09, -.11, -.1: t = -.1 / (.00816 / 2) = -24.5, p = 1.5e-4, which is
+  # multiplied by as many claims.
+  b = (0.4, 0.5, 0.6, 0.7)
+  runs = {'report': {'b': cases(*b), 'a': cases(0.3, 0.41, 0.49, 0.6)}}
+  claim = verdicts.Claim('a', '', 'em', 'b')
+  others = [verdicts.Claim('did not run', '', 'em', 'b')] * 400
+  assert judged(claim, runs)['verdict'] == 'contradicted'
+  assert judged(claim, runs, *others)['verdict'] == 'undecided'
 
 
 def test_holm_by_hand():
@@ -272,14 +291,14 @@ def test_kinds_and_hard_questions():
 
 def test_every_method_has_a_row_and_every_row_a_claim_or_a_user():
   files = {p.stem for p in (ROOT / 'configs/methods').glob('[!_]*.py')}
-  rows = {row.file or row.name for row in arms.METHODS}
-  assert arms.LATER <= files
+  every = [row for batch in second.BATCHES.values() for row in batch.methods]
+  rows = {row.file or row.name for row in every}
   # contexts: experiments/contexts/rows.py
-  assert rows == files - {'core', 'contexts'} - arms.LATER
+  assert rows == files - {'core', 'contexts'}
   named = {row.name for row in arms.METHODS}
-  assert {c.against for c in arms.CLAIMS} <= named | {'grpo-missing'}
+  assert {c.against for c in arms.FIRST.claims} <= named | {'grpo-missing'}
   assert all(c.method == row.name for row in arms.METHODS for c in row.claims)
-  tested = {c.method for c in arms.CLAIMS}
+  tested = {c.method for c in arms.FIRST.claims}
   assert len(tested - {'grpo'}) >= 12
   assert named - tested == {'ppo', 'reinforce_pp', 'grpo4'}
 
@@ -313,7 +332,7 @@ def test_a_phase_is_a_sweep_of_configs():
 
 def test_seeds_of_arms(monkeypatch):
   """All that a claim needs; fewer of what none does."""
-  monkeypatch.setattr(arms, 'tuned', lambda row: row.default)
+  monkeypatch.setattr(arms.Batch, 'tuned', lambda _, row: row.default)
   report = {arm.name: arm.seeds for arm in arms.get_sweep('report').arms}
   assert report['gigpo'] == report['grpo-2'] == arms.REPORTING
   assert report['grpo-missing'] == arms.REPORTING
@@ -356,7 +375,9 @@ def test_only_runs_of_present_configs_count():
   old, new = {'config': 'x'}, {'config': run.digest(found, 'grpo', '100')}
   kept = {'grpo': {'100': new, '101': old}}
   kept |= {'otc': {'100': old}, 'gone': {'100': old}}
-  assert run.current({'tune': kept}) == {'tune': {'grpo': {'100': new}}}
+  assert run.current(arms.FIRST, {'tune': kept}) == {
+    'tune': {'grpo': {'100': new}}
+  }
 
 
 def test_phases_after_tuning_need_it(monkeypatch, tmp_path):
@@ -371,7 +392,7 @@ def tune_runs():
   values = {row.goal.metric: 2.0 for row in arms.METHODS} | {'hard/em': 0.4}
   return {
     plan.name: {str(seed): {'values': {**values}} for seed in arms.TUNING}
-    for plan in arms.tune()
+    for plan in arms.FIRST.tune()
   }
 
 
@@ -392,7 +413,7 @@ def test_tuning_takes_the_best_trial(tmp_path, monkeypatch):
     for run_ in runs[name].values():
       run_['values'][metric] = value
   path = tmp_path / 'tuned.json'
-  results.choose(runs, {}, path, {})
+  results.choose(arms.FIRST, runs, {}, tmp_path, {})
   content = json.loads(path.read_text())
   assert {*content['best']} - {*content['settings']} == {'gigpo', 'otc'}
   monkeypatch.setattr(arms, 'TUNED', path)
@@ -405,13 +426,13 @@ def test_tuning_takes_the_best_trial(tmp_path, monkeypatch):
     for name, value in zip(confirmed, (2.0, 2.0, 1.9, 1.8), strict=True)
   }  # fmt: skip
   again['gigpo,scale=0.3']['105']['values']['hard/em'] = 0.39
-  results.choose(runs, again, path, {})
+  results.choose(arms.FIRST, runs, again, tmp_path, {})
   settings = json.loads(path.read_text())['settings']
   # As good as the default but for one run of four.
   assert settings['gigpo'] == {'lr': 1.0, 'kl': 0.0, 'scale': 1.0}
   again['gigpo,scale=0.3']['104']['values']['hard/em'] = 0.42
   del runs['igpo,kl=0.03']
-  results.choose(runs, again, path, {})
+  results.choose(arms.FIRST, runs, again, tmp_path, {})
   settings = json.loads(path.read_text())['settings']
   assert settings['gigpo'] == {'lr': 1.0, 'kl': 0.0, 'scale': 0.3}
   assert settings['otc'] == {'lr': 1.0, 'kl': 0.0, 'scale': 0.6}
@@ -494,9 +515,9 @@ def test_an_assay_is_sensitive(grpo, oracle, shuffled, sensitive, monkeypatch):
   for name, key in (('ASSAY', 'even'), ('REPORTING', 'tuned')):
     monkeypatch.setattr(arms, 'ASSAY', (0, 1, 2, 3))
     monkeypatch.setattr(arms, 'REPORTING', (0, 1, 2, 3))
-    assert results.assay(every) == {}  # seed 3 is left
+    assert results.assay(arms.FIRST, every) == {}  # seed 3 is left
     monkeypatch.setattr(arms, name, (0, 1, 2))
-    found = results.assay(every)
+    found = results.assay(arms.FIRST, every)
     assert [*found] == [key] and found[key]['sensitive'] == sensitive
     gain = found[key]['oracle - grpo']['mean']
     assert gain == pytest.approx(np.mean(oracle) - np.mean(grpo))
@@ -507,7 +528,7 @@ def test_an_assay_from_another_mixture_needs_three_seeds(monkeypatch):
   run_ = hard(0.4, 0.5, 0.45)
   for mix, found in (('even', []), ('hasty', ['hasty'])):
     runs = {f'{name}-{mix}': run_ for name in ('grpo', 'oracle', 'shuffled')}
-    assert [*results.assay({'assay': runs})] == found
+    assert [*results.assay(arms.FIRST, {'assay': runs})] == found
 
 
 def report_runs():
@@ -525,9 +546,11 @@ def report_runs():
 
 def test_results_have_the_claims_that_the_issue_asks_for(tmp_path):
   report = report_runs()
-  written = results.write({'report': report}, tmp_path, {}, '--phase')
+  written = results.write(
+    arms.FIRST, {'report': report}, tmp_path, {}, '--phase'
+  )
   assert written == json.loads((tmp_path / 'results.json').read_text())
-  assert len(written['claims']) == len(arms.CLAIMS)
+  assert len(written['claims']) == len(arms.FIRST.claims)
   for record in written['claims']:
     assert {
       *('method', 'claim', 'metric', 'value', 'interval', 'n_seeds', 'verdict')
@@ -536,7 +559,9 @@ def test_results_have_the_claims_that_the_issue_asks_for(tmp_path):
   assert by['gigpo', 'hard/em']['verdict'] == 'equivalent'
   stress = by['llds', 'hard/em']  # of the last claim
   assert (stress['phase'], stress['verdict']) == ('stress', 'undecided')
-  shown = results.show(results.planned({'report': report})['report'])
+  shown = results.show(
+    results.planned(arms.FIRST, {'report': report})['report']
+  )
   assert f'| otc | {len(arms.REPORTING)} | 0.400' in shown
   # Row 7: +-0.007 by turns is 0 on average; half = 2.201 x 0.00731 / 12 ** 0.5.
   interval = by['gigpo', 'hard/em']['interval']
@@ -552,7 +577,7 @@ def test_claims_are_shown_at_the_default_rate_too(tmp_path):
       str(i): {'values': {'hard/em': value, 'all/searches': 10 * value + i % 2}}
       for i in arms.REPORTING
     }
-  found = results.write({'report': report}, tmp_path, {}, '')
+  found = results.write(arms.FIRST, {'report': report}, tmp_path, {}, '')
   (line,) = (
     line
     for line in results.show_claims(found).splitlines()
@@ -564,9 +589,9 @@ def test_claims_are_shown_at_the_default_rate_too(tmp_path):
 
 def test_the_page_has_the_committed_results():
   page = (ROOT / 'experiments/arena/README.md').read_text().splitlines()
-  found = json.loads((run.HERE / 'results.json').read_text())
+  found = json.loads((arms.FOLDER / 'results.json').read_text())
   assert {*results.show_claims(found).splitlines()} <= {*page}
-  mixtures = results.show_mixtures(found)
+  mixtures = results.show_mixtures(arms.FIRST, found)
   assert mixtures and f'\n\n{mixtures}\n\n' in '\n'.join(page)
   for name in ('oracle - grpo', 'oracle - shuffled', 'shuffled - grpo'):
     gains = [
@@ -576,7 +601,9 @@ def test_the_page_has_the_committed_results():
       f'{g["mean"]:.3f} ({g["low"]:.3f} to {g["high"]:.3f})' for g in gains
     ]
     assert any(line.endswith(f'| {" | ".join(ends)} |') for line in page)
-  every = results.averaged(results.planned(run.load_runs(run.HERE)))
+  every = results.averaged(
+    arms.FIRST, results.planned(arms.FIRST, run.load_runs(arms.FOLDER))
+  )
   names = [row.name for row in arms.METHODS]
   recipes = every.pop('recipes')
   recipes = results.show(recipes, arms.recipes.COLUMNS).splitlines()
@@ -600,10 +627,12 @@ def test_the_figure_has_a_line_for_each_claim_on_exact_match(tmp_path):
   report['grpo-oracle'] = report['llds']
   for run_ in report['otc'].values():  # one search less, and more is right
     run_['values'] = run_['values'] | {'all/searches': 1.0, 'all/em': 0.6}
-  found = results.write({'report': report}, tmp_path, {}, '')
-  left, *right = figure.draw(found).axes
+  found = results.write(arms.FIRST, {'report': report}, tmp_path, {}, '')
+  left, *right = figure.draw(arms.FIRST, found).axes
   names = [label.get_text() for label in left.get_yticklabels()]
-  on = [c for c in arms.CLAIMS if (c.metric, c.phase) == ('hard/em', 'report')]
+  on = [
+    c for c in arms.FIRST.claims if (c.metric, c.phase) == ('hard/em', 'report')
+  ]
   wanted = {f'{c.method} - {c.against}' for c in on if not c.within}
   wanted.remove('grpo - grpo-missing')  # which has not run
   assert {*names[:-1]} == wanted and names[-1] == 'grpo, exact credit - grpo'
@@ -624,20 +653,20 @@ def test_the_figure_has_a_line_for_each_claim_on_exact_match(tmp_path):
 
 def test_seeds_that_were_not_planned_are_in_no_difference(tmp_path):
   report = report_runs()
-  want = results.write({'report': report}, tmp_path, {}, '')
+  want = results.write(arms.FIRST, {'report': report}, tmp_path, {}, '')
   for cases in report.values():
     cases['50'] = {'values': {'hard/em': 9.0, 'all/searches': 9, 'all/em': 9}}
   report['gigpo']['50']['values'] |= {'hard/em': 0.0}
   means = (tmp_path / 'means.csv').read_text()
-  found = results.write({'report': report}, tmp_path, {}, '')
+  found = results.write(arms.FIRST, {'report': report}, tmp_path, {}, '')
   assert found == want and (tmp_path / 'means.csv').read_text() == means
 
 
 def test_before_the_report_there_is_nothing_to_draw(tmp_path):
-  found = results.write({}, tmp_path, {}, '')
+  found = results.write(arms.FIRST, {}, tmp_path, {}, '')
   assert results.show_claims(found) == ''
   with pytest.raises(ConfigError, match='--phase=report'):
-    figure.draw(found)
+    figure.draw(arms.FIRST, found)
 
 
 def test_a_claim_is_undecided_until_all_planned_seeds_have_run():
@@ -649,8 +678,8 @@ def test_a_claim_is_undecided_until_all_planned_seeds_have_run():
       'grpo-2': one,
       'grpo-3': {str(s): {'values': {'hard/em': 0.3}} for s in repeated},
     }
-    every = results.planned({'report': report})
-    by = {c['method']: c for c in results.judge(every)}
+    every = results.planned(arms.FIRST, {'report': report})
+    by = {c['method']: c for c in results.judge(arms.FIRST, every)}
     return by['gigpo']['n_seeds'], by['gigpo']['verdict']
 
   n = len(arms.REPORTING)
@@ -669,7 +698,9 @@ def test_a_claim_needs_its_metric_in_all_runs():
       run_['values'] = run_['values'] | {'known/search': 0.5}
   by = lambda: {
     (c['method'], c['metric']): c['p_holm']
-    for c in results.judge(results.planned({'report': report}))
+    for c in results.judge(
+      arms.FIRST, results.planned(arms.FIRST, {'report': report})
+    )
   }
   assert by()['ikea', 'known/search'] == 1.0
   del report['ikea']['3']['values']['known/search']
@@ -682,8 +713,8 @@ def test_a_stopped_phase_keeps_what_is_complete(tmp_path):
   found = arms.get_sweep('tune')
   runs = run.keep(found, {'arms/otc/100'}, 'tune', tmp_path / 'w', tmp_path)
   assert runs == {}
-  results.choose({}, {}, tmp_path / 'tuned.json', {})
-  results.write(runs, tmp_path, {}, '--phase=tune')
+  results.choose(arms.FIRST, {}, {}, tmp_path, {})
+  results.write(arms.FIRST, runs, tmp_path, {}, '--phase=tune')
   assert json.loads((tmp_path / 'tuned.json').read_text())['settings'] == {}
 
 
@@ -710,7 +741,7 @@ def test_a_folder_of_another_config_is_not_kept(tmp_path, steps, kept):
 def test_a_row_is_tuned_when_all_tuning_seeds_have_run(tmp_path):
   runs = tune_runs()
   del runs['otc,lr=2.0']['101']
-  results.choose(runs, {}, tmp_path / 'tuned.json', {})
+  results.choose(arms.FIRST, runs, {}, tmp_path, {})
   tuned = json.loads((tmp_path / 'tuned.json').read_text())['settings']
   assert 'otc' not in tuned and 'igpo' in tuned
 
@@ -721,7 +752,7 @@ def test_trials_are_compared_by_the_tuning_seeds_alone(tmp_path):
     cases['102'] = copy.deepcopy(cases['101'])
     if name == 'otc,lr=2.0':
       cases['102']['values'] |= {'hard/em': 0.9, 'all/searches': 0.0}
-  results.choose(runs, {}, tmp_path / 'tuned.json', {})
+  results.choose(arms.FIRST, runs, {}, tmp_path, {})
   tuned = json.loads((tmp_path / 'tuned.json').read_text())['settings']
   assert tuned['otc']['lr'] == 1.0
 
@@ -738,7 +769,7 @@ def test_what_the_corpus_gains_more_than_a_row():
     'ppo': hard(0.1, 0.2),
     'pica': hard(0.2, 0.6),
   }
-  found = {c['method']: c['mean'] for c in results.corpus(report)}
+  found = {c['method']: c['mean'] for c in results.corpus(arms.FIRST, report)}
   # (.5 - .2) - (.6 - .5), (.4 - .3) - (.4 - .4); against ppo for pica.
   want = {'gigpo': (0.2 + 0.1) / 2, 'pica': (0.2 - 0.3) / 2}
   assert found == pytest.approx(want)
@@ -757,7 +788,7 @@ def test_rows_and_their_controls_are_compared():
   }
   found = {
     (g['arm'], g['against'], g['metric']): g['mean']
-    for g in results.gains(report)
+    for g in results.gains(arms.FIRST, report)
   }
   assert found == pytest.approx(
     {
@@ -789,7 +820,7 @@ def agreement(order):
       runs[phase][name] = {
         str(seed): {'hard/em': n * order(mix, seed)} for seed in seeds
       }
-  return runs, results.agreement(runs)
+  return runs, results.agreement(arms.FIRST, runs)
 
 
 def test_mixtures_are_compared_as_runs_of_one_mixture_are():
@@ -813,11 +844,14 @@ def test_mixtures_are_compared_as_runs_of_one_mixture_are():
   )
   runs, found = agreement(lambda mix, seed: 1)
   assert found['w'] == pytest.approx(1.0)
-  lines = results.show_mixtures({'agreement': found}).splitlines()
+  lines = results.show_mixtures(arms.FIRST, {'agreement': found}).splitlines()
   assert lines[-1] == f'| {last} | {n:.3f} | {n:.3f} | {n:.3f} |'
   del runs['mixtures'][f'grpo-{other}']['0']
-  found = results.agreement(runs)
-  assert found is None and results.show_mixtures({'agreement': found}) == ''
+  found = results.agreement(arms.FIRST, runs)
+  assert (
+    found is None
+    and results.show_mixtures(arms.FIRST, {'agreement': found}) == ''
+  )
 
 
 def test_rates_are_relative_to_the_base_recipe():

@@ -10,7 +10,7 @@ from tests.methods import group as hand
 
 
 def hints(returns, group=hand.GROUP, **kw):
-  fields = dict(right=1.0, labels=True) | kw
+  fields = dict(right=1.0, labels=True, words=('correct', 'incorrect')) | kw
   return teacher.queries(group, np.array(returns), hand.ENV, **fields)
 
 

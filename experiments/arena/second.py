@@ -1,0 +1,175 @@
+"""The second batch of the arena: teachers, potentials, guidance, attempts.
+
+  python -m experiments.rows --row=experiments.arena.second \\
+    --workdir=runs/second --out=experiments/arena/second/hints.json
+  python -m experiments.arena.run --batch=second --phase=assay \\
+    --workdir=runs/second
+  ... --phase=tune       then confirm, report, stress
+
+Methods of 2026 that ask the policy, or a copy of it, about what it has sampled,
+and others of that year. Worlds, questions and seeds are those of the first
+batch; a share of the warm start has hints (hinted.py), for all arms. Rows
+without a claim have three seeds and default settings.
+
+The first command trains nothing but the warm start. It has to show that hints
+are worth something to the policy, and those of other questions less: a teacher
+that knows no more cannot teach.
+"""
+
+import functools
+
+from ml_collections import ConfigDict
+
+from configs import atlas as recipe
+from experiments import rows
+from experiments.arena import arms, hinted, oracle
+from experiments.arena.arms import FOLDER, Method
+from experiments.arena.verdicts import Claim
+from searchrl_jax.sweep import core
+
+SHARE = 0.25  # of the warm start
+# x the questions of a step, for a baseline with as many tokens as the arm.
+# Three attempts; from the tokens of the tuning seeds.
+TOKENS = {'mr_search': 3.0}
+_OTHERS = {'others': {'teacher.others': True}}
+
+
+def _start(mix: str, seed: int) -> ConfigDict:
+  c = recipe.get_config(f'mix={mix},seed={seed}')
+  _taught(c)
+  hinted.make_room(c)
+  return c
+
+
+def _taught(c: ConfigDict) -> None:
+  """In arms, too: their digest says which warm start they have."""
+  c.sft.data.module, c.sft.data.hinted = 'experiments.arena.hinted', SHARE
+
+
+def _helps(name: str, claim: str, against='grpo', **kw) -> Claim:
+  return Claim(name, claim, against=against, **kw)
+
+
+def _aside(name: str, file='', arg='', **kw) -> Method:
+  return Method(name, file=file, arg=arg, aside=True, **kw)
+
+
+def _tokens(name: str) -> dict:
+  questions = round(recipe.get_config().rollout.questions * TOKENS[name])
+  return {'tokens': {'rollout.questions': questions}}
+
+
+METHODS = (
+  Method('grpo', controls=oracle.ARMS | _tokens('mr_search'), repeats=2),
+  Method('grpo4', file='grpo', fields={'algorithm.minibatches': 4}, repeats=1),
+  Method('igpo', ('scale', (1.0, 0.3, 3.0))),
+  Method(
+    'sspo',
+    ('algorithm.advantage_kw.most', (1.2, 1.05, 2.0)),
+    (
+      _helps('sspo', 'weighing wrong turns by a teacher that reads helps'),
+      _helps('sspo', 'what it reads matters', 'sspo-others'),
+    ),
+    controls=_OTHERS,
+  ),
+  Method(
+    'sd_search',
+    ('scale', (1.0, 0.3, 3.0)),
+    (
+      _helps('sd_search', 'queries like those in hindsight help'),
+      _helps('sd_search', 'whose hindsight matters', 'sd_search-others'),
+    ),
+    controls=_OTHERS | {'labels': {'teacher.context_kw.labels': False}},
+  ),
+  Method(
+    'trace',
+    ('scale', (0.2, 0.05, 0.8)),
+    (
+      _helps('trace', 'a frozen scorer and levels are better', 'igpo'),
+      Claim('trace', f'hard/em is at most {arms.MARGIN} worse', within=True),
+    ),
+    controls={'live': {'teacher.weights': 'live'}},
+  ),
+  Method(
+    'sapo',
+    ('scale', (0.2, 0.05, 0.8)),
+    (
+      _helps(
+        'sapo',
+        f'is better at {arms.STRESS} x the learning rate of the base recipe',
+        'grpo4',
+        phase='stress',
+      ),
+    ),
+  ),
+  Method('maxrl', claims=(_helps('maxrl', 'dividing by the mean helps'),)),
+  Method(
+    'mr_search',
+    claims=(_helps('mr_search', 'attempts in sequence help', 'grpo-tokens'),),
+  ),
+  _aside('rlsd', 'sspo', 'arm=rlsd', controls=_OTHERS),
+  _aside('opsd', controls=_OTHERS),
+  _aside('opd', 'opsd', 'weights=frozen,outcome=1.0'),
+  _aside('sdpo', controls=_OTHERS),
+  _aside('sdpo-released', 'sdpo', 'version=as_released'),
+  _aside('search_e1', controls=_OTHERS),
+  _aside('tips'),
+  _aside('ig_search'),
+  _aside('guide'),
+  _aside('echo'),
+  _aside('clip', 'clip_delta', 'kind=clip'),
+  _aside('delta', 'clip_delta', 'kind=delta'),
+  _aside('simpletir'),
+  _aside('self_aligned'),
+)
+
+NAMES = arms.FIRST.names
+OWN = 'assay', *arms.TRIALS, 'report', 'stress'
+SECOND = arms.Batch(
+  METHODS,
+  'second.py',
+  FOLDER / 'second',
+  OWN,
+  start=_start,
+  change=_taught,
+  mixes=(arms.MIX,),
+)
+BATCHES = {'first': arms.FIRST, 'second': SECOND}
+
+
+def _start_of(mix: str) -> functools.partial:
+  return functools.partial(_start, mix)
+
+
+def _above(kind: str, what: str) -> rows.Bar:
+  value = lambda at: at('warm', 'after', f'{kind}/{what}').low
+  return rows.Bar(f'{kind}_{what}', value, 0.0, strict=True)
+
+
+ROW = rows.Row(
+  warm={
+    'skills': rows.Start(_start_of('skills')),
+    arms.MIX: rows.Start(_start_of(arms.MIX), 'skills'),
+  },
+  arms=(
+    rows.Arm(
+      'warm',
+      lambda seed: recipe.get_config(f'seed={seed}'),
+      arms.MIX,
+      train=False,
+      evaluations={'after': hinted.measured},
+      seeds=arms.ASSAY[:3],
+    ),
+  ),
+  bars=[
+    _above(kind, what) for kind in hinted.KINDS for what in ('gain', 'specific')
+  ],
+  scores=('own', 'plain', 'other', 'gain', 'specific'),
+  curves={},
+)
+
+
+def get_sweep(arg=None) -> core.Sweep:
+  """PHASE of the second batch."""
+  phase, _, base = (arg or 'report').partition(',')
+  return SECOND.sweep(phase, base)

@@ -1,0 +1,95 @@
+"""The second batch of the arena, and its warm start with hints."""
+
+import collections
+
+import pytest
+
+from experiments.arena import arms, hinted, run, second
+from searchrl_jax import sft
+from searchrl_jax.sweep import core
+
+
+@pytest.fixture
+def report(monkeypatch):
+  monkeypatch.setattr(arms.Batch, 'tuned', lambda _, row: row.default)
+  return second.get_sweep('report')
+
+
+def test_every_claim_has_its_arms_and_seeds(report):
+  core.check(report)
+  seeds = {arm.name: arm.seeds for arm in report.arms}
+  stress = second.get_sweep('stress')
+  seeds |= {arm.name: arm.seeds for arm in stress.arms}
+  at = {'report': '', 'stress': 'stress-'}
+  for claim in second.SECOND.claims:
+    for name in (claim.method, claim.against):
+      assert seeds[at[claim.phase] + name] == arms.REPORTING, claim
+  assert seeds['sspo-others'] == arms.REPORTING
+  assert seeds['sd_search-labels'] == arms.CONTROLS
+  assert seeds['opsd'] == seeds['opsd-others'] == arms.FEW
+
+
+def test_configs_have_digests_of_their_own(report):
+  made = {a.name: run.digest(report, a.name, '0') for a in report.arms}
+  assert len({*made.values()}) == len(made)
+
+
+def test_a_digest_says_which_warm_start_an_arm_has(report, monkeypatch):
+  before = run.digest(report, 'grpo', '0')
+  monkeypatch.setattr(second, 'SHARE', 0.5)
+  assert run.digest(report, 'grpo', '0') != before
+
+
+def test_warm_starts_have_hints(report):
+  start = report.start('even').config(3)
+  assert start.sft.data.module == 'experiments.arena.hinted'
+  assert start.data.world_seed == 3 and start.sft.data.mix == 'even'
+  arm = report.arm('grpo').config(3)
+  assert start.env.max_tokens == 2 * arm.env.max_tokens
+  assert report.needs('warm/even/3') == {'train.init': 'warm/skills/3'}
+
+
+@pytest.fixture(scope='module')
+def traces():
+  found = dict(world_seed=1, mix='even', worlds=2, n=120, people=60, known=0)
+  return hinted.traces(hinted=0.5, **found)
+
+
+def test_half_of_the_traces_have_hints_and_fit(traces):
+  env = hinted._environment()
+  told = [t for t in traces if not t.question.text.endswith('?')]
+  assert len(traces) == 120 and len(told) == 60
+  config = second._start('even', 0)
+  limit = config.env.max_tokens
+  roomy = type(env)(
+    env.tokenizer, env.template, config.env, env.prompt_mode, env.k
+  )
+  for trace in told:
+    played = sft.render(trace, roomy, 0)
+    assert played is not None and len(played) <= limit
+    # The attempt behind a hint does all well.
+    assert env.answer(played) in trace.question.answers
+
+
+def test_each_kind_of_hint_occurs(traces):
+  hints = [t.question.text.partition('? ')[2] for t in traces]
+  hints = [hint for hint in hints if hint]
+  kinds = collections.Counter()
+  for hint in hints:
+    if hint.endswith(hinted.LABELS):
+      kinds['queries'] += 1
+    elif ' think ' in f' {hint} ':
+      kinds['sibling'] += 1
+    elif hint.endswith('.'):
+      kinds['anchors'] += 1
+    else:
+      kinds['facts or wordings'] += 1
+  assert min(kinds[k] for k in ('queries', 'sibling', 'anchors')) > 5
+  assert '<|unk|>' not in ''.join(hints)
+
+
+def test_hints_have_words_that_the_policy_reads(traces):
+  """Each label is a token of its own: else right and wrong are one."""
+  tok = hinted._environment().tokenizer
+  found, no = (tok.encode(f' {word}') for word in hinted.LABELS)
+  assert found != no and len(found) == len(no) == 1
