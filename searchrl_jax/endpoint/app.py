@@ -445,7 +445,9 @@ def _logprobs(reply: Reply, tokenizer) -> dict:
 @contextlib.asynccontextmanager
 async def serving(app, host='127.0.0.1', port=0):
   """Serves the application on the running event loop; gives its base URL."""
-  with socket.create_server((host, port)) as listener:
+  six = ':' in host
+  family = socket.AF_INET6 if six else socket.AF_INET
+  with socket.create_server((host, port), family=family) as listener:
     # 5 seconds at the end for clients that do not read their reply.
     how = {'lifespan': 'off', 'timeout_graceful_shutdown': 5}
     server = uvicorn.Server(uvicorn.Config(app, log_level='warning', **how))
@@ -455,7 +457,8 @@ async def serving(app, host='127.0.0.1', port=0):
         if task.done():
           task.result()
         await asyncio.sleep(0.01)
-      yield f'http://{host}:{listener.getsockname()[1]}/v1'
+      name = f'[{host}]' if six else host
+      yield f'http://{name}:{listener.getsockname()[1]}/v1'
     finally:
       server.should_exit = True
       await task

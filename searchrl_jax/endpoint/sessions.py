@@ -191,9 +191,17 @@ class Session:
     sampled = {'logps': done.logps, 'versions': done.versions}
     new = _segment(done.ids, 'policy', train=True, **sampled)
     begun = len(record.contexts) - self.edits
+    before = types.length(self._record.segments)
+    added = types.cut(record.segments, before)
+    outside = types.length([s for s in added if s.author == 'environment'])
     self._record = dataclasses.replace(states.add(record, [new]), keep=None)
     self._replies += 1
-    self.count(generations=1, sampled_tokens=len(done.ids), contexts=begun)
+    self.count(
+      generations=1,
+      sampled_tokens=len(done.ids),
+      outside_tokens=outside,
+      contexts=begun,
+    )
 
   def _ids(self, request: Request, keys: tuple[str, ...]) -> list[int]:
     """The ids of a chat: as they were sampled, where they were."""

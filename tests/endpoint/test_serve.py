@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import re
+import socket
 import time
 import zipfile
 
@@ -45,12 +46,12 @@ def policy(tok, folder, name='one', script=answers, **how):
 
 
 @contextlib.contextmanager
-def served(*policies):
+def served(*policies, host='127.0.0.1'):
   """The URL of a server of these policies, without /v1."""
   ready = futures.Future()
 
   async def main():
-    async with app.serving(serve.make(policies, KEY)) as url:
+    async with app.serving(serve.make(policies, KEY), host) as url:
       ready.set_result(url.removesuffix('/v1'))
       try:
         await asyncio.Event().wait()
@@ -112,6 +113,16 @@ def test_models_are_named_and_an_unknown_one_is_not_found(chat):
   with pytest.raises(openai.NotFoundError, match='there is one') as e:
     chat.chat.completions.create(**CHAT | {'model': 'two'})
   assert (e.value.code, e.value.param) == ('model_not_found', 'model')
+
+
+def test_an_address_of_version_6_is_served(tok, tmp_path):
+  try:
+    socket.create_server(('::1', 0), family=socket.AF_INET6).close()
+  except OSError as e:
+    pytest.skip(f'no ::1 here: {e}')
+  with served(policy(tok, tmp_path), host='::1') as url, client(url) as http:
+    assert url.startswith('http://[::1]:')
+    assert http.get('/v1/models').status_code == 200
 
 
 def test_a_reply_and_its_chunks_are_the_same(one, chat):

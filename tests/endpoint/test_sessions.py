@@ -14,7 +14,7 @@ from searchrl_jax.endpoint.sessions import Busy, Closed, Request, Session
 from searchrl_jax.engines.core import Completion, Sampling
 from searchrl_jax.learn import batching
 from searchrl_jax.text.chat import ChatError
-from searchrl_jax.types import Question
+from searchrl_jax.types import Question, length
 from tests import fakes
 
 EOS = fakes.EOS
@@ -235,11 +235,17 @@ def test_contexts_are_counted():
   session = made(count=lambda **counts: counted.update(counts))
 
   async def chat():
-    await session.reply(Request([user('a ')], max_tokens=3))
+    first = await session.reply(Request([user('a ')], max_tokens=3))
+    said = {'role': 'assistant', 'content': first.content}
+    chat = [user('a '), said, user('go on ')]
+    await session.reply(Request(chat, max_tokens=3))
     await session.reply(Request([user('b ')], max_tokens=3))
 
   asyncio.run(chat())
-  assert (counted['generations'], counted['contexts']) == (2, 1)
+  assert (counted['generations'], counted['contexts']) == (3, 1)
+  segments = session.trajectory().segments
+  outside = [s for s in segments if s.author == 'environment']
+  assert counted['outside_tokens'] == length(outside) > 0
 
 
 def test_a_cancelled_request_leaves_the_session_as_it_was():
