@@ -121,6 +121,17 @@ METHODS = (
   _aside('delta', 'clip_delta', 'kind=delta'),
   _aside('simpletir'),
   _aside('self_aligned'),
+  # Rewards of notes; what they are compared with earns exact match.
+  _aside('r_search', arg='outcome=em'),
+  _aside('evinote', arg='outcome=em'),
+  _aside('inforage', arg='outcome=em'),
+  # From warm starts of their own, with a baseline from each.
+  _aside('reseek', start='reseek'),
+  _aside('reseek-plain', 'reseek', 'match=0.0,mismatch=0.0', start='reseek'),
+  _aside('global_rag', start='global_rag'),
+  _aside('global_rag-plain', 'global_rag', 'scale=0.0', start='global_rag'),
+  _aside('co_rewarding', start='co_rewarding'),
+  _aside('grpo-reworded', 'grpo', start='co_rewarding'),
 )
 
 NAMES = arms.FIRST.names
