@@ -30,7 +30,9 @@ def test_every_claim_has_its_arms_and_seeds(report):
 
 
 def test_configs_have_digests_of_their_own(report):
-  made = {a.name: run.digest(report, a.name, '0') for a in report.arms}
+  made = {
+    a.name: (a.warm, run.digest(report, a.name, '0')) for a in report.arms
+  }
   assert len({*made.values()}) == len(made)
 
 
