@@ -140,7 +140,8 @@ def alarm(metrics: Mapping[str, Any], failed: set[str]) -> dict[str, Any]:
   return {
     'failed': sorted(failed),
     'named': named,
-    'holds': failed == soon == ever,
+    # Without a failure there is nothing to name, and only a false alarm to see.
+    'holds': failed == soon == ever if failed or ever else None,
     'signals': {
       signal: _separated(known, failed) for signal, known in means.items()
     },

@@ -379,6 +379,8 @@ def test_the_alarm_has_to_name_the_failed_and_no_others():
   # One that did not fail is named, even late; one that did is named too late.
   assert not guards.alarm(metrics | {'a/0': frame(19)}, failed)['holds']
   assert not guards.alarm(metrics | {'a/3': frame(10)}, failed)['holds']
+  # A false alarm where none failed.
+  assert guards.alarm({'a/1': frame(9)}, set())['holds'] is False
   mixed = guards.alarm(metrics | {'a/0': frame(lost=0.45)}, failed)
   assert mixed['signals']['reward/vote/lost']['separates'] is False
 
@@ -411,7 +413,8 @@ def test_what_is_complete_is_judged(monkeypatch, tmp_path):
   }
   assert {*record['alarm']} == {'majority', 'covered', 'all'}
   assert record['alarm']['all']['failed'] == ['majority/0']
-  assert record['alarm']['all']['holds'] and record['alarm']['covered']['holds']
+  assert record['alarm']['all']['holds'] is True
+  assert record['alarm']['covered']['holds'] is None  # nothing to name
   ((runs, out),) = shown
   folder = tmp_path / 'sweep/arms/majority/0/run'
   assert runs == {'majority/0': str(folder)}
