@@ -553,6 +553,6 @@ def test_the_bars():
 
 def test_runs_from_before_these_fields_still_count():
   sweep = arena.arms.get_sweep('recipes')
-  kept = arena.load_runs(arena.HERE)['recipes']['ssp']
+  kept = arena.load_runs(arena.arms.FOLDER)['recipes']['ssp']
   for case, about in kept.items():
     assert about['config'] == arena.digest(sweep, 'ssp', case)
