@@ -16,7 +16,7 @@ tokens divided by the most that can be sampled; entropy 0.001, no KL. Arguments:
   traces   where they are, see rollout/traces.py; '' = Question.meta.traces, or
            in a generated world a script that looks up each fact: one trace, so
            ampo has none to choose among
-  most     traces of a group; 0 = 1, of ampo 2
+  most     traces of a group; 0: 1, and 2 of ampo
 
 p is no ratio: a fork (ExGRPO) puts pi / pi_old in its place, 1 at the first
 update, so that every token has the same weight.
@@ -34,7 +34,6 @@ import jax.numpy as jnp
 from configs.methods import core
 
 GAMMA = 0.1
-# fmt: off
 ARMS = {
   'luffy': (core.UNCLIPPED, dict(trace_when='always', trace_most=1)),
   'ampo': (
@@ -42,7 +41,6 @@ ARMS = {
     dict(trace_when='failed', trace_most=2),
   ),
 }
-# fmt: on
 
 
 def get_config(arg=None):

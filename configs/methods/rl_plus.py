@@ -2,8 +2,8 @@
 
 arXiv 2508.00222; YihongDong/RL-PLUS. As LUFFY (configs/methods/luffy.py), but
 for the objective of the trace's tokens. What wrote them is taken to have each
-with probability omega, the mean of pi_old and 1, and the weight to be one for
-both policies together (multiple importance sampling):
+with probability omega, the mean of pi_old and 1, and the weight is that of a
+mixture of both policies (multiple importance sampling):
 
     2 pi / (pi_old + omega) (1 - pi)^0.5 A,  omega = (pi_old + 1) / 2
 

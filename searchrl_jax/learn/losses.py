@@ -465,19 +465,18 @@ def summarise(sums: dict) -> dict[str, float]:
   """
   sums = {k: float(v) for k, v in sums.items()}
   n = max(sums['tokens'], 1.0)
-  sampled = sums.pop('sampled', None)
-  own = n if sampled is None else max(sampled, 1.0)
-  others = n if sampled is None else max(n - sampled, 1.0)
+  mixes, sampled = 'sampled' in sums, sums.pop('sampled', sums['tokens'])
+  own, foreign = max(sampled, 1.0), sums['tokens'] - sampled
   out = {k: sums.pop(k) for k in ('tokens', 'loss', 'sequences') if k in sums}
   w, w2 = sums.pop('mismatch_w', None), sums.pop('mismatch_w2', None)
   if w is not None:
     out['mismatch_ess'] = w * w / (own * w2) if w2 > 0 else 1.0
-  if sampled is not None:
-    out['foreign'] = 1.0 - sampled / n
+  if mixes:
+    out['foreign'] = foreign / n
 
   def tokens(name: str) -> float:
     if name.startswith('foreign_'):
-      return others
+      return max(foreign, 1.0)
     return own if name.startswith(_OF_SAMPLED) else n
 
   return out | {
