@@ -35,7 +35,7 @@ the loop, figures and memory requirements. Arguments:
             (search_turns in SSP's list). A proposal is compared with those of
             the step that were asked for as many; what else the number counts
             for is in config.selfplay.hops
-  path      coefficient of the divergence from a solver that is told how its
+  path      coefficient of the divergence from a solver that reads how its
             question came about; 0 = none
   part      of the small form's warm start, 1 to 4; see PARTS
   base      '' = the above; atlas: the world and budgets of configs/atlas.py,

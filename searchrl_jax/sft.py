@@ -236,6 +236,17 @@ def sft(config, workdir: str) -> dict[str, float]:
     return _sft(config, workdir)
 
 
+def one_attempt(env) -> None:
+  """Changes `config.env` so that the first answer is the last word."""
+  if not env.on_answer:
+    return
+  env.update(attempts=1, on_answer='')
+  if not env.on_full:  # nothing else asks for notes
+    env.max_note_tokens = 0
+    if not env.keep_observations:
+      env.max_contexts = 1
+
+
 def _sft(config, workdir: str) -> dict[str, float]:
   """`sft`, in a folder that this process has."""
   c = config.sft
@@ -244,12 +255,7 @@ def _sft(config, workdir: str) -> dict[str, float]:
   taught = config.copy_and_resolve_references()
   taught.env.train_information = True
   taught.env.train_observations = False  # the policy is not to write them
-  if taught.env.on_answer:  # a trace is one attempt
-    taught.env.update(attempts=1, on_answer='')
-    asks = bool(taught.env.on_full)
-    taught.env.max_note_tokens *= asks
-    if not (asks or taught.env.keep_observations):
-      taught.env.max_contexts = 1
+  one_attempt(taught.env)  # as a trace is
   env = build.environment(taught, tok)
   with contextlib.ExitStack() as stack:
     with progress.phase('retrieval server', config.log.progress):

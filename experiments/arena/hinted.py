@@ -163,9 +163,14 @@ def measured(config, run: str, out: str) -> Mapping[str, float]:
   values = {}
   for kind, known in found.items():
     names = 'plain', 'own', 'other'
-    ids = [id for id, _ in known if all((id, name) in known for name in names)]
+    # Of a question whose service failed, one is missing.
+    ids = [
+      id
+      for id in dict.fromkeys(id for id, _ in known)
+      if all((id, name) in known for name in names)
+    ]
     for name in names:
-      means = [statistics.fmean(known[id, name]) for id in dict.fromkeys(ids)]
+      means = [statistics.fmean(known[id, name]) for id in ids]
       values[f'{kind}/{name}'] = statistics.fmean(means)
     own = values[f'{kind}/own']
     values[f'{kind}/gain'] = own - values[f'{kind}/plain']

@@ -29,7 +29,7 @@ import statistics
 
 import numpy as np
 
-from searchrl_jax import read
+from searchrl_jax import read, sft
 from searchrl_jax.evaluate import grading
 from searchrl_jax.evaluate import policy as evaluate
 from searchrl_jax.run import build
@@ -78,8 +78,9 @@ def evaluated(
 
 def attempted(config, run: str, out: str) -> dict[str, float]:
   """As `measured`, with 'once/...' where an answer is the last word."""
-  fields = {'env.attempts': 1, 'env.on_answer': ''}
-  once = evaluated(config, fields, run, f'{out}/once')
+  changed = config.copy_and_resolve_references()
+  sft.one_attempt(changed.env)
+  once = evaluated(changed, {}, run, f'{out}/once')
   return measured(config, run, out) | prefixed('once', once)
 
 
