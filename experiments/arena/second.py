@@ -130,6 +130,8 @@ METHODS = (
   _aside('global_rag-plain', 'global_rag', 'scale=0.0', start='global_rag'),
   _aside('co_rewarding', start='co_rewarding'),
   _aside('grpo-reworded', 'grpo', start='co_rewarding'),
+  _aside('search_r2', start='search_r2'),
+  _aside('grpo-refined', 'grpo', start='search_r2'),
 )
 
 NAMES = arms.FIRST.names
