@@ -114,6 +114,7 @@ METHODS = (
   _aside('luffy'),
   _aside('ampo', 'luffy', 'arm=ampo'),
   _aside('rl_plus'),
+  _aside('critique_grpo'),
   _aside('echo'),
   _aside('clip', 'clip_delta', 'kind=clip'),
   _aside('delta', 'clip_delta', 'kind=delta'),

@@ -100,10 +100,12 @@ def written(parts: Sequence[Part], env, action: Generate) -> Completion | None:
 
 
 def by_teacher(t: Trajectory) -> Trajectory:
-  """The trajectory with what the policy wrote as that of a teacher."""
+  """The trajectory with what the policy wrote as that of a teacher, where it is
+  trained."""
   own = dict(author='teacher', logps=None, versions=None)
   of = lambda s: dataclasses.replace(s, **own) if s.author == 'policy' else s
-  return dataclasses.replace(t, segments=tuple(map(of, t.segments)))
+  field = 'segments' if t.train_context is None else 'train_context'
+  return dataclasses.replace(t, **{field: tuple(map(of, t.trained))})
 
 
 async def play(
@@ -180,11 +182,7 @@ async def sample(
     trace_when: 'always'; 'failed': where no attempt earns more than LEAST.
   """
   slots, of_question = services.slots(), _source(traces)
-
-  async def attempt(start: Start, n: int) -> Trajectory:
-    async with slots:
-      handle = services.open(start[1].prompt)
-      return await services.attempt(handle, *start, n)
+  attempt = functools.partial(services.fresh, slots)
 
   async def told(question: Question, samples: Sequence[int]) -> dict:
     """Trajectories of traces for the last samples, by sample."""
@@ -213,14 +211,7 @@ async def sample(
     found |= zip(left, more)
     services.record(*(found[n] for n in samples))
 
-  names = services.names(questions)
-  starts = services.starts(questions)
-  await services.gather(
-    group(question, start, [n for _, n in own])
-    for question, start, own in zip(questions, starts, names, strict=True)
-    if any(name not in services.done for name in own)
-  )
-  return services.groups(questions)
+  return await services.whole(questions, group)
 
 
 async def _failed(services: Services, tried: Sequence[Trajectory]) -> bool:
