@@ -115,6 +115,7 @@ METHODS = (
   _aside('ampo', 'luffy', 'arm=ampo'),
   _aside('rl_plus'),
   _aside('critique_grpo'),
+  _aside('seele'),
   _aside('echo'),
   _aside('clip', 'clip_delta', 'kind=clip'),
   _aside('delta', 'clip_delta', 'kind=delta'),

@@ -27,8 +27,8 @@ def signs(
 ) -> dict[str, float]:
   """Returns signs of collapse as 'health/NAME' (design 5.15).
 
-  Means over trajectories of the policy, not traces, that did not fail, in the
-  role of the first of their group; scores are those of `grading.Row`.
+  Means over trajectories that the policy alone wrote and that did not fail, in
+  the role of the first of their group; scores are those of `grading.Row`.
   `think_tokens` counts the policy's tokens in thoughts; `end_X` is the share of
   trajectories with this end; `logp_right` and `logp_wrong` are mean log-probs,
   in nats, of the policy's tokens when the engine sampled them, in trajectories

@@ -206,6 +206,37 @@ def test_traces_train_beside_what_the_policy_sampled(url, tmp_path):
     assert s['train/tis_weight'] == pytest.approx(1, abs=1e-3)
 
 
+@pytest.mark.long
+def test_what_a_teacher_wrote_trains_within_and_in_place_of_attempts(
+  url, tmp_path
+):
+  """Hints of SEELE, and refinements of Critique-GRPO, on a tiny model."""
+  seele = dict(hint_rounds=2, traces='tests.samplers.told')
+  words = dict(critique='{attempt} {verdict} {answer}', grounded=False)
+  critique = words | dict(critique_words=('found', 'no'))
+  for name, objective, fields in (
+    ('seele.scaffolded', 'seele.imitated', seele),
+    ('critique_grpo.critiqued', 'luffy.shaped', critique),
+  ):
+    c = config(url, sampler=f'configs.methods.{name}', group=4, **fields)
+    fn = f'configs.methods.{objective}'
+    c.algorithm.update(loss='mixed', foreign_objective=fn, minibatches=2)
+    c.log.trajectories_every = 1
+    train.train(c, str(tmp_path / name))
+    kept = [*records.read(tmp_path / name / 'trajectories')]
+    told = [r for r in kept if r.trajectory.foreign]
+    assert len(kept) == 2 * 4 * 4 and 0 < len(told) < len(kept), name
+    for r in told:
+      mask = [np.full(len(s.ids), s.train) for s in r.trajectory.trained]
+      assert (np.isfinite(r.trainer_logps) == np.concatenate(mask)).all()
+    steps = lines(tmp_path / name / 'metrics.jsonl')
+    assert sum(s['rollout/traces'] for s in steps) == len(told)
+    for s in steps:
+      assert 0 < s['train/foreign'] < 1 and s['train/grad_norm'] > 0
+      # Of the policy's tokens, behind hints, too.
+      assert s['train/mismatch_max'] < 1e-3
+
+
 def test_cut_attempts_train_beside_the_verdicts_on_them(
   url, tmp_path, monkeypatch
 ):

@@ -11,7 +11,7 @@ from searchrl_jax import checks, schema
 from searchrl_jax.data.checks import DataError
 from searchrl_jax.learn import batching
 from searchrl_jax.lookup import ConfigError
-from searchrl_jax.rollout import chains
+from searchrl_jax.rollout import chains, core
 from searchrl_jax.types import Question, Rewards
 from tests.fakes import ByteTokenizer, FakeEngine, FakeSource, make_env
 from tests.rollout.test_samplers import turns
@@ -127,6 +127,22 @@ def test_what_a_service_failed_is_not_criticised():
   found, env = play(lambda *_: '<search>down</search>', source=source)
   assert all(t.failed for t in found.groups[0])
   assert found.stats.generations == 3 and not found.stats.traces_left_out
+
+
+def test_a_refinement_is_of_its_own_attempt_where_another_failed():
+  """The release takes what was tried in groups of a fixed size, in order."""
+  first = core.trajectory_seed(0, 5, 'q', 'solver', 0)
+
+  def script(history, seed):
+    failing = seed == first and 'answer Ann' not in history
+    return '<search>down</search>' if failing else refines(history, seed)
+
+  down = FakeSource(fails=lambda query, attempt: query == 'down')
+  found, env = play(script, source=down)
+  failed, tried, best = found.groups[0]
+  assert failed.failed and env.answer(tried) == 'Bob'
+  assert best.meta['refines'] == 1 and env.answer(best) == 'Ann'
+  assert (found.stats.traces, found.stats.traces_left_out) == (1, 0)
 
 
 def test_a_critique_without_room_is_left_out():
