@@ -34,9 +34,16 @@ SAMPLERS = {
   'hinted': dict(sampler='tests.samplers.hinted', group=2, hint='psst'),
   'traces': dict(sampler='traces', group=3, traces='tests.samplers.told'),
   'revise': dict(sampler='revise', group=4, refiner='micro_refiner'),
+  'behind': dict(
+    sampler='configs.methods.seele.scaffolded',
+    group=4,
+    traces='tests.samplers.told',
+    hint_rounds=2,
+  ),
 }
 # How many trajectories depend on each other, if more than one.
 DEPEND = {'tree': 3, 'rounds': 5, 'hinted': 2, 'traces': 3, 'revise': 2}
+DEPEND |= {'behind': 4}
 EVERY = pytest.mark.parametrize('name', SAMPLERS)
 
 
