@@ -17,7 +17,7 @@ from searchrl_jax.text import structure
 from searchrl_jax.types import Question
 from tests.fakes import FakeEngine, FakeSource, make_env
 
-# Steepness 2 log 3: 1/4 half before the middle of a curve, 3/4 half after it.
+# Steepness 2 log 3: P is 1/4 and 3/4 at a distance of 1/2 from the middle.
 # One is in the middle at x = 0, the other at x = 1/2; nobody guesses.
 CURVES = (2 * math.log(3),), (0.0, 0.5), (0.0,)
 TRACE = [
