@@ -16,7 +16,7 @@ from searchrl_jax.lookup import ConfigError
 from searchrl_jax.rewards import core as rewards
 from searchrl_jax.rewards import equivalence
 from searchrl_jax.rollout import core as samplers
-from searchrl_jax.rollout import sessions, tree
+from searchrl_jax.rollout import revise, sessions, tree
 from searchrl_jax.run import build
 from searchrl_jax.sources import none, simulated
 from searchrl_jax.text.env import SearchEnv
@@ -42,10 +42,10 @@ def check(config: ConfigDict) -> None:
   batching.check(config)
   sample = samplers.sampler(r).func
   lookup.require(
-    env.max_contexts == 1 or sample is not tree.sample,
+    env.max_contexts == 1 or sample not in (tree.sample, revise.sample),
     f'config.rollout.sampler={r.sampler!r} with env.max_contexts='
     f'{env.max_contexts}: '
-    'leaves share what one sequence held; use 1 or chains',
+    'attempts share what one sequence held; use 1 or chains',
   )
   begins = env.keep_observations or env.on_full or env.on_answer
   lookup.require(

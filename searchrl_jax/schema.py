@@ -303,11 +303,13 @@ def base() -> ConfigDict:
   c.rollout.group = 8  # trajectories of one question
   # What samples the groups in training: a module of searchrl_jax.rollout, or
   # the dotted path of a function. Evaluation always samples chains.
-  c.rollout.sampler = 'chains'  # chains, tree, sessions, traces
+  c.rollout.sampler = 'chains'  # chains, tree, sessions, traces, revise
   c.rollout.program = ''  # that plays (sampler='sessions'): a.function, or ./it
   c.rollout.program_seconds = 600.0  # of one trajectory
   c.rollout.trees = 2  # of a group (sampler='tree')
   c.rollout.rounds = 1  # of expansions of a tree, see rollout/tree.py
+  # The template in which the policy reads attempts (sampler='revise').
+  c.rollout.refiner = ''
   # Where the traces of a question are (sampler='traces'): a field of
   # Question.meta, or the dotted path of a function. See rollout/traces.py.
   c.rollout.traces = ''

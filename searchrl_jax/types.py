@@ -222,7 +222,7 @@ class Trajectory:
 
   @property
   def foreign(self) -> bool:
-    """Whether a teacher wrote it: the policy did not sample its tokens."""
+    """Whether a teacher wrote some of it, which the policy did not sample."""
     return any(s.author == 'teacher' for s in self.trained)
 
   @property

@@ -196,7 +196,12 @@ class FakeSource:
 
 
 def searcher(history, seed):
-  """Searches twice (what, depends on the seed), then answers the seed."""
+  """Searches twice (what, depends on the seed), then answers the seed.
+
+  As a refiner it accepts an attempt, or names a step: 1, 2, or 3, the answer.
+  """
+  if history.startswith('search again?'):
+    return f'<answer>{seed % 4} of {seed}</answer>'
   seen = history.count('<information>')
   if seen < 2:
     return f'<think>t{seen}</think><search>{seed % 97}-{seen}</search>'

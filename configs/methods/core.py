@@ -110,9 +110,14 @@ def set_traces(c: ConfigDict, traces: str, objective: str) -> None:
   fields = dict(loss='mixed', foreign_objective=objective, entropy_coef=0.001)
   fields['horizon'] = min(most, c.env.max_tokens)
   set_algorithm(c, algorithms.DR_GRPO | fields)
-  expert = 'searchrl_jax.worlds.atlas_traces.expert'
   c.rollout.sampler = 'traces'
-  c.rollout.traces = traces or ('traces' if c.model.path else expert)
+  c.rollout.traces = traces_of(c, traces)
+
+
+def traces_of(c: ConfigDict, traces: str) -> str:
+  """config.rollout.traces; traces: see `set_traces`."""
+  expert = 'searchrl_jax.worlds.atlas_traces.expert'
+  return traces or ('traces' if c.model.path else expert)
 
 
 def set_critic(c: ConfigDict) -> None:

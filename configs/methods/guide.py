@@ -22,6 +22,7 @@ weights of the step cannot be given between rounds.
 
 from collections.abc import Sequence
 import dataclasses
+import functools
 
 from configs.methods import core
 from searchrl_jax import lookup
@@ -55,15 +56,10 @@ async def guided(
     hint_key: of Question.meta.
     hint_frame: the question's text with the hint.
   """
-  slots = services.slots()
+  attempt = functools.partial(services.fresh, services.slots())
 
-  async def attempt(start, sample: int, branch: Sequence[str] = ()):
-    async with slots:
-      handle = services.open(start[1].prompt)
-      return await services.attempt(handle, *start, sample, branch)
-
-  async def group(question, plain, names) -> None:
-    found = await services.gather(attempt(plain, n) for _, n in names)
+  async def group(question, plain, samples) -> None:
+    found = await services.gather(attempt(plain, n) for n in samples)
     earned = await services.reward([tuple(found)])
     won = advantages.returns(earned.value)[earned.valid] > LEAST
     if won.size and not won.any():  # a failed service is no failure
@@ -74,23 +70,16 @@ async def guided(
       except ValueError:  # it is too long
         start = None
       if start is not None:
-        again = (attempt(start, n, ['hint']) for _, n in names)
+        again = (attempt(start, n, ['hint']) for n in samples)
         told = await services.gather(again)
         if not any(t.contexts for t in told):  # those have no other prompt
-          found = [_plainly(t, question, plain[0]) for t in told]
+          found = [plainly(t, question, plain[0]) for t in told]
     services.record(*found)
 
-  names = services.names(questions)
-  starts = services.starts(questions)
-  await services.gather(
-    group(*each)
-    for each in zip(questions, starts, names, strict=True)
-    if any(name not in services.done for name in each[2])
-  )
-  return services.groups(questions)
+  return await services.whole(questions, group)
 
 
-def _plainly(t, question, state):
+def plainly(t, question, state):
   """The trajectory as one of the plain question, trained behind its prompt."""
   own = [s for s in t.segments if s.author != 'prompt']
   prompt = [s for s in state.segments if s.author == 'prompt']

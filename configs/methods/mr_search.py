@@ -54,11 +54,8 @@ def by_attempt(values, valid, group_ids, mask, structure):
   """
   del mask  # so that `values` are of tokens
   s, group = structure, np.asarray(group_ids)
-  attempts = [_attempts(t, own) for t, own in zip(s.trajectories, s.spans)]
-  of_turn = np.array(
-    [attempts[i][n] for i, n in zip(s.owner, s.number)], int
-  ).reshape(-1)
-  pairs, index = np.unique([s.owner, of_turn], axis=1, return_inverse=True)
+  both = [s.owner, attempts(s)]
+  pairs, index = np.unique(both, axis=1, return_inverse=True)
   owner, attempt = pairs
   earned = np.bincount(index.reshape(-1), s.totals(values), len(owner))
   a = by_cell(
@@ -71,6 +68,14 @@ def by_attempt(values, valid, group_ids, mask, structure):
     if owner[i] == owner[i + 1]:
       a[i] += a[i + 1]
   return s.over_tokens(a[index.reshape(-1)])
+
+
+def attempts(structure) -> np.ndarray:
+  """int [N]: the attempt that each turn belongs to."""
+  s = structure
+  known = [_attempts(t, own) for t, own in zip(s.trajectories, s.spans)]
+  found = [known[i][n] for i, n in zip(s.owner, s.number)]
+  return np.array(found, int).reshape(-1)
 
 
 def _attempts(trajectory, spans) -> list[int]:

@@ -114,6 +114,9 @@ METHODS = (
   _aside('luffy'),
   _aside('ampo', 'luffy', 'arm=ampo'),
   _aside('rl_plus'),
+  _aside('critique_grpo'),
+  _aside('seele'),
+  _aside('score', evaluation=measure.attempted),
   _aside('echo'),
   _aside('clip', 'clip_delta', 'kind=clip'),
   _aside('delta', 'clip_delta', 'kind=delta'),
@@ -130,6 +133,8 @@ METHODS = (
   _aside('global_rag-plain', 'global_rag', 'scale=0.0', start='global_rag'),
   _aside('co_rewarding', start='co_rewarding'),
   _aside('grpo-reworded', 'grpo', start='co_rewarding'),
+  _aside('search_r2', start='search_r2'),
+  _aside('grpo-refined', 'grpo', start='search_r2'),
 )
 
 NAMES = arms.FIRST.names

@@ -27,13 +27,13 @@ def signs(
 ) -> dict[str, float]:
   """Returns signs of collapse as 'health/NAME' (design 5.15).
 
-  Means over trajectories of the policy, not traces, that did not fail; scores
-  are those of `grading.Row`. `think_tokens` counts the policy's tokens in
-  thoughts; `end_X` is the share of trajectories with this end; `logp_right` and
-  `logp_wrong` are mean log-probs, in nats, of the policy's tokens when the
-  engine sampled them, in trajectories with an exact match (without golden
-  answers: a positive reward) and in others; `hops=N/searches` is of questions
-  with N hops, if there are several N.
+  Means over trajectories that the policy alone wrote and that did not fail, in
+  the role of the first of their group; scores are those of `grading.Row`.
+  `think_tokens` counts the policy's tokens in thoughts; `end_X` is the share of
+  trajectories with this end; `logp_right` and `logp_wrong` are mean log-probs,
+  in nats, of the policy's tokens when the engine sampled them, in trajectories
+  with an exact match (without golden answers: a positive reward) and in others;
+  `hops=N/searches` is of questions with N hops, if there are several N.
 
   Args:
     groups: B trajectories in total.
@@ -44,7 +44,12 @@ def signs(
     match: config.eval.match, what makes answers equal.
   """
   flat = [t for group in groups for t in group]
-  good = [t for t in flat if not (t.failed or t.foreign)]
+  roles = [group[0].role for group in groups for _ in group]
+  counted = [
+    t.role == role and not (t.failed or t.foreign)
+    for t, role in zip(flat, roles)
+  ]
+  good = [t for t, ok in zip(flat, counted) if ok]
   out = {'failed': float(sum(t.failed for t in flat))}
   rows = grading.score(good, env, match=match)
   for name in _SCORES:
@@ -70,9 +75,7 @@ def signs(
   earned = np.full(len(flat), math.nan)
   if values is not None:
     earned = np.where(valid, values, math.nan)
-  earned = [
-    value for value, t in zip(earned, flat) if not (t.failed or t.foreign)
-  ]
+  earned = [value for value, ok in zip(earned, counted) if ok]
   out |= _logps(good, [_right(*known) for known in zip(rows, earned)])
   if values is not None and groups:
     out['zero_variance'] = _zero_variance(groups, values, valid)

@@ -60,11 +60,12 @@ from collections.abc import Callable
 
 import numpy as np
 
+from searchrl_jax import lookup
 from searchrl_jax.text.structure import Structure
 
 NAMES = (
   'grpo dr_grpo rloo reinforce whitened whitened_tokens reinforce_pp_baseline '
-  'lite_ppo remax gae turn_normalised distilled given zero'
+  'lite_ppo remax gae turn_normalised distilled given zero grpo_within'
 ).split()
 
 
@@ -148,6 +149,41 @@ def grpo(values, valid, group_ids, *, eps: float = 1e-6, ddof: int = 1):
   unbiased standard deviation, and eps 1e-6 are Search-R1's and verl's.
   """
   out = normalised(values, valid, group_ids, eps=eps, ddof=ddof)
+  return out.astype(np.float32)
+
+
+def grpo_within(
+  values,
+  valid,
+  group_ids,
+  structure: Structure,
+  *,
+  label: str,
+  eps: float,
+  ddof: int,
+):
+  """`grpo` among the trajectories of a group that have the same label.
+
+  Args:
+    values, valid, group_ids, structure: see the module.
+    label: 'role' of the trajectory, or a name in `Trajectory.meta`.
+    eps, ddof: as in `grpo`.
+
+  Raises:
+    ValueError: a trajectory that is valid lacks the label.
+  """
+  told = structure.trajectories
+  labels = [t.role if label == 'role' else t.meta.get(label) for t in told]
+  lack = [t.id for t, x, ok in zip(told, labels, valid) if ok and x is None]
+  lookup.require(
+    not lack,
+    f'trajectories {lack[:3]} have no meta[{label!r}], which the sampler has '
+    'to set',
+    ValueError,
+  )
+  first = {x: i for i, x in enumerate(dict.fromkeys(labels))}
+  cells = [group_ids, [first[x] for x in labels]]
+  out = normalised(values, valid, cells, eps=eps, ddof=ddof)
   return out.astype(np.float32)
 
 
@@ -418,7 +454,7 @@ def zero(values, valid, group_ids):
 
 
 distilled.divides_by_spread = True  # type: ignore[attr-defined]
-_divides = (grpo, reinforce_pp_baseline, lite_ppo, turn_normalised)
+_divides = (grpo, grpo_within, reinforce_pp_baseline, lite_ppo, turn_normalised)
 for _fn in _divides:
   _fn.divides_by_spread = True  # type: ignore[attr-defined]
 for _fn in (*_divides, dr_grpo, rloo):

@@ -67,9 +67,9 @@ class Ended:
     """Those that are not sampled again: no service failed."""
     return [t for t in self.all() if not t.failed]
 
-  def named(self, role: str) -> dict[Name, Trajectory]:
-    """The usable ones of a role, for `rollout`."""
-    own = (t for t in self.usable() if t.role == role)
+  def named(self, role: str = '') -> dict[Name, Trajectory]:
+    """The usable ones of a role, or all, for `rollout`."""
+    own = (t for t in self.usable() if role in ('', t.role))
     return {(t.question.id, t.sample): t for t in own}
 
 
@@ -279,7 +279,7 @@ class Collector:
         source=self._context.source,
         seed=self._config.seed,
         step=step,
-        ended=one.ended.named('solver'),
+        ended=one.ended.named(),
         on_trajectory=one.ended.keep,
         on_group=functools.partial(self._reward, step, one),
         reward=self._between_rounds,

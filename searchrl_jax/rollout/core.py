@@ -228,6 +228,22 @@ class Services:
     """Runs concurrently; results in order. An error cancels the others."""
     return await signals.gather(work)
 
+  async def whole(
+    self, questions: Sequence[Question], play: Callable[..., Coroutine]
+  ) -> list[Group]:
+    """Plays groups whose trajectories depend on each other.
+
+    play: (question, start, samples) -> None; records all trajectories of a
+      group that lacks some.
+    """
+    names, starts = self.names(questions), self.starts(questions)
+    await self.gather(
+      play(question, start, [n for _, n in own])
+      for question, start, own in zip(questions, starts, names, strict=True)
+      if any(name not in self.done for name in own)
+    )
+    return self.groups(questions)
+
   async def reward(self, groups: Sequence[Group]) -> types.Rewards:
     """The rewards of config.reward, between rounds.
 
@@ -287,6 +303,18 @@ class Services:
     if self.on_group is not None and key not in self.told:
       self.told[key] = group
       self.on_group(group)
+
+  async def fresh(
+    self,
+    slots: asyncio.Semaphore,
+    start: Start,
+    sample: int,
+    branch: Sequence[str | int] = (),
+  ) -> Trajectory:
+    """`attempt` from the prompt, with a handle of its own and a place."""
+    async with slots:
+      handle = self.open(start[1].prompt)
+      return await self.attempt(handle, *start, sample, branch)
 
   async def attempt(
     self,

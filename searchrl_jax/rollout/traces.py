@@ -34,9 +34,15 @@ from searchrl_jax import lookup, types
 from searchrl_jax.data.core import Trace
 from searchrl_jax.engines.core import Completion
 from searchrl_jax.rollout.core import Services, Start
-from searchrl_jax.text.states import Done, Generate, Search
+from searchrl_jax.text.states import Action, Done, Generate, Search, State
 from searchrl_jax.text.untrusted import Part
-from searchrl_jax.types import Group, Question, SearchResult, Trajectory
+from searchrl_jax.types import (
+  Group,
+  Question,
+  SearchResult,
+  Segment,
+  Trajectory,
+)
 
 LEAST = 1e-3  # a return above it is a success
 
@@ -99,11 +105,17 @@ def written(parts: Sequence[Part], env, action: Generate) -> Completion | None:
 # A trace as a trajectory.
 
 
-def by_teacher(t: Trajectory) -> Trajectory:
-  """The trajectory with what the policy wrote as that of a teacher."""
+def taught(segments: Sequence[Segment]) -> tuple[Segment, ...]:
+  """The segments with what the policy wrote as that of a teacher."""
   own = dict(author='teacher', logps=None, versions=None)
   of = lambda s: dataclasses.replace(s, **own) if s.author == 'policy' else s
-  return dataclasses.replace(t, segments=tuple(map(of, t.segments)))
+  return tuple(map(of, segments))
+
+
+def by_teacher(t: Trajectory) -> Trajectory:
+  """The trajectory as that of a teacher, where it is trained."""
+  field = 'segments' if t.train_context is None else 'train_context'
+  return dataclasses.replace(t, **{field: taught(t.trained)})
 
 
 async def play(
@@ -112,14 +124,27 @@ async def play(
   """The trajectory of a trace; None if it is left out.
 
   Args:
+    services, question, trace, sample: see `points`.
+  """
+  found = await points(services, question, trace, sample)
+  return found and by_teacher(services.env.trajectory(found[-1][0], sample))
+
+
+async def points(
+  services: Services, question: Question, trace: Trace, sample: int
+) -> list[tuple[State, Action]] | None:
+  """Where each turn of a trace begins, and its end; None if it is left out.
+
+  Args:
     services: see `rollout.core`.
     question, trace: what is played.
     sample: that its searches count for.
   """
   env = services.env
   count = functools.partial(services.count, (question.id, sample))
-  state, action = env.reset(question, services.role)
+  found: list = [env.reset(question, services.role)]
   for parts, _ in turns(trace, env.template):
+    state, action = found[-1]
     if not isinstance(action, Generate):
       return None
     completion = written(parts, env, action)
@@ -129,14 +154,38 @@ async def play(
     if isinstance(action, Search):
       asked = f'{state.name}/{sample}', action.requests
       state, action = env.step(state, await services.search(*asked, count))
+    found.append((state, action))
+  state, action = found[-1]
   ended = isinstance(action, Done) and action.end == 'answer'
   if not ended or state.invalid_actions:
     return None
   answers = [s for s in state.searches if isinstance(s, SearchResult)]
-  found = {p.id for s in answers for p in s.passages}
-  if not found.issuperset(question.supporting):
-    return None
-  return by_teacher(env.trajectory(state, sample))
+  read = {p.id for s in answers for p in s.passages}
+  return found if read.issuperset(question.supporting) else None
+
+
+async def starts(
+  services: Services, question: Question, known: Sequence[Trace], sample: int
+) -> list[Start]:
+  """Where the policy can go on behind the first turns of a trace: one, two and
+  so on, without that which answers.
+
+  Args:
+    services, question, sample: see `points`.
+    known: traces, of which the first has the turns that is not left out.
+  """
+  for trace in known:
+    found = await points(services, question, trace, sample)
+    services.count((question.id, sample), traces_left_out=found is None)
+    if found:
+      return [_behind(*point) for point in found[1:-1]]
+  return []
+
+
+def _behind(state: State, action: Action) -> Start:
+  prompt = types.Prompt(tuple(state.ids.tolist()))
+  own = dataclasses.replace(state, segments=taught(state.segments))
+  return own, dataclasses.replace(action, prompt=prompt, append=())
 
 
 async def likelihood(services: Services, t: Trajectory) -> float:
@@ -179,12 +228,8 @@ async def sample(
       the golden answer most likely (`likelihood`).
     trace_when: 'always'; 'failed': where no attempt earns more than LEAST.
   """
-  slots, of_question = services.slots(), _source(traces)
-
-  async def attempt(start: Start, n: int) -> Trajectory:
-    async with slots:
-      handle = services.open(start[1].prompt)
-      return await services.attempt(handle, *start, n)
+  slots, of_question = services.slots(), source_of(traces)
+  attempt = functools.partial(services.fresh, slots)
 
   async def told(question: Question, samples: Sequence[int]) -> dict:
     """Trajectories of traces for the last samples, by sample."""
@@ -213,14 +258,7 @@ async def sample(
     found |= zip(left, more)
     services.record(*(found[n] for n in samples))
 
-  names = services.names(questions)
-  starts = services.starts(questions)
-  await services.gather(
-    group(question, start, [n for _, n in own])
-    for question, start, own in zip(questions, starts, names, strict=True)
-    if any(name not in services.done for name in own)
-  )
-  return services.groups(questions)
+  return await services.whole(questions, group)
 
 
 async def _failed(services: Services, tried: Sequence[Trajectory]) -> bool:
@@ -230,7 +268,7 @@ async def _failed(services: Services, tried: Sequence[Trajectory]) -> bool:
   return bool(known) and max(known) <= LEAST
 
 
-def _source(traces: str) -> Callable[[Question], Sequence[Trace]]:
+def source_of(traces: str) -> Callable[[Question], Sequence[Trace]]:
   with lookup.of(f'config.rollout.traces={traces!r}'):
     if '.' in traces:
       return lookup.function('searchrl_jax.rollout', traces)
@@ -256,7 +294,7 @@ def _trace(question: Question, actions) -> Trace:
 
 
 def _check(config: ConfigDict) -> None:
-  _source(config.traces)
+  source_of(config.traces)
   lookup.require(
     config.traces, "config.rollout.traces='': name what has the traces"
   )
@@ -267,12 +305,12 @@ def _check(config: ConfigDict) -> None:
   )
 
 
-def _needs(fields) -> tuple[str, ...]:
+def needs(fields) -> tuple[str, ...]:
   where = fields['traces']
-  known = getattr(_source(where), 'needs', ()) if '.' in where else ()
+  known = getattr(source_of(where), 'needs', ()) if '.' in where else ()
   return (*known, 'answers') if '.' in where else (f'meta.{where}', 'answers')
 
 
 sample.check = _check  # type: ignore[attr-defined]
-sample.needs = _needs  # type: ignore[attr-defined]
+sample.needs = needs  # type: ignore[attr-defined]
 sample.foreign = True  # type: ignore[attr-defined]

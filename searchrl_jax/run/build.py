@@ -48,19 +48,19 @@ def load_config(workdir: str) -> ConfigDict:
 def contents(
   config: ConfigDict,
   questions: Mapping[str, Iterable[Question]],
-  templates: Sequence[str] = ('env.template',),
+  templates: Sequence[str] = ('env.template', 'rollout.refiner'),
 ) -> dict[str, str]:
   """What fields name, by content: 'config.FIELD' -> digest, for `Writer`.
 
   Args:
     config: the whole config.
     questions: field -> the questions that it names.
-    templates: fields that name templates.
+    templates: fields that name templates, or ''.
   """
   found = {}
   for field in templates:
-    template = prompts.load(operator.attrgetter(field)(config))
-    found[field] = template.digest[:16]
+    name = operator.attrgetter(field)(config)
+    found[field] = name and prompts.load(name).digest[:16]
   for field, asked in questions.items():
     # Without fields that say nothing: later versions may have more.
     filled = [{k: v for k, v in vars(q).items() if v} for q in asked]

@@ -72,7 +72,8 @@ def contents(sweep: Sweep, stage: str, workdir: pathlib.Path) -> dict[str, str]:
   one, _ = sweep.stage(stage)
   sets = {'data.train': config.data.train, 'data.eval': config.data.eval}
   sets = {} if isinstance(one, Start) else {k: v for k, v in sets.items() if v}
-  parts = [*sets], config.data, config.env.template, config.source
+  templates = config.env.template, config.rollout.refiner
+  parts = [*sets], config.data, templates, config.source
   key = json.dumps(records.plain(parts))
   if key not in _contents:
     found = {}

@@ -12,7 +12,7 @@ and number. Values of turns are float [N]:
     return structure.over_tokens(structure.discounted(x, gamma))
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 import dataclasses
 import itertools
 import zlib
@@ -218,6 +218,20 @@ def spans_of(trajectory: Trajectory) -> tuple[Span, ...]:
     out.append(Span(at, at + len(s.ids), turn, s, results))
     at += len(s.ids)
   return tuple(out)
+
+
+def numbered(text: str, blocks: Iterable[tuple[int, str, str]]) -> str:
+  """A text, and a line for each turn of an attempt, as a reader sees them.
+
+  Args:
+    text: of the question.
+    blocks: (turn, kind, text) of each, in order. The first turn is step 1.
+  """
+  lines: dict[int, str] = {}
+  for turn, kind, said in blocks:
+    if said:
+      lines[turn] = f'{lines.get(turn, f"{turn + 1}:")} {kind}: {said}'
+  return '\n'.join([text, *lines.values()])
 
 
 def _names(result: SearchResult) -> list[tuple[str, str, str]]:

@@ -296,6 +296,18 @@ def reworded(question: Question) -> Question:
   return dataclasses.replace(question, id=f'{question.id}-b', text=other)
 
 
+def fault(supporting: Sequence[str], found: Sequence[Collection[str]]) -> int:
+  """The first step of a wrong attempt that found nothing new, from 1.
+
+  Args:
+    supporting: Question.supporting.
+    found: for each step, ids of the passages that it found; of the last one,
+      which answers, there are none.
+  """
+  worth = progress(supporting, found)
+  return next((n for n, x in enumerate(worth, 1) if x != 'new'), len(worth))
+
+
 def load(
   *,
   world_seed,

@@ -35,6 +35,7 @@ import numpy as np
 from searchrl_jax import lookup
 from searchrl_jax.data.checks import require
 from searchrl_jax.data.core import Search, Trace
+from searchrl_jax.text import structure
 from searchrl_jax.types import Passage, Question
 from searchrl_jax.worlds import atlas, microtraces, microworld
 
@@ -116,6 +117,7 @@ def traces(
   planned=0.0,
   judged=0.0,
   reworded=0.0,
+  refined=0.0,
 ) -> list[Trace]:
   """Returns traces on train questions of several worlds, and stated facts.
 
@@ -132,6 +134,7 @@ def traces(
     train, heldout, known: of the run's world; see `atlas.generate`.
     planned, judged, reworded: see `Mix`. With `judged` there are no notes,
       whose tags the judgements have.
+    refined: fraction of the attempts on which there is a `verdict` instead.
 
   Raises:
     DataError: a number is out of range, or a world cannot be generated.
@@ -165,6 +168,10 @@ def traces(
     out += script(world, behaviour, turns, pool, asked, start, search, k)
     if told:
       out += statements(world, known, told, [seed, worlds + 1])
+  if refined:
+    chosen = np.random.default_rng([seed, worlds + 2]).random(len(out))
+    read = [t.question and x < refined for t, x in zip(out, chosen)]
+    out = [verdict(t) if ok else t for t, ok in zip(out, read)]
   return out
 
 
@@ -200,6 +207,27 @@ def expert(question: Question) -> list[Trace]:
 
 _NEEDS = 'meta.facts', 'meta.known', 'meta.parallel'
 expert.needs = _NEEDS  # type: ignore[attr-defined]
+
+
+def verdict(trace: Trace) -> Trace:
+  """The verdict on an attempt, for the refiner of the sampler `revise`.
+
+  It names the first fault of an attempt that is wrong, and 0 else.
+  """
+  question, blocks = trace.question, []
+  found: list[tuple[str, ...]] = [()]
+  for kind, payload in trace.actions:
+    text, step = payload, len(found) - 1
+    if kind == 'information':
+      text = ' '.join(p.text for p in payload)
+      found[step:] = [tuple(p.id for p in payload), ()]
+    blocks.append((step, kind, text))
+  right = trace.actions[-1][1] in question.answers
+  number = 0 if right else atlas.fault(question.supporting, found)
+  text = structure.numbered(question.text, blocks)
+  asked = dataclasses.replace(question, text=text)
+  actions = (('answer', str(number)),)
+  return Trace(asked, actions, trace.good, template='micro_refiner')
 
 
 def statements(world, known: int, n: int, seed) -> list[Trace]:

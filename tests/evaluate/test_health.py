@@ -1,4 +1,5 @@
 import asyncio
+import dataclasses
 
 import hypothesis
 from hypothesis import strategies as st
@@ -48,6 +49,20 @@ def test_health():
   assert found['health/think_tokens'] == (16 + 200) / 2
   assert found['health/zero_variance'] == 1.0  # one group of two, both 0.5
   assert set(found) >= {'health/repetition', 'health/end_tokens'}
+
+
+def test_another_role_in_a_group_is_not_counted():
+  def one(text, role):
+    found = run_script((text,), env=ENV, question=question())
+    return dataclasses.replace(found, role=role)
+
+  attempt = one('<answer>Ann</answer>', 'solver')
+  alone = health.signs([(attempt,)], ENV, [1.0], [True], match='text')
+  both = attempt, one(f'{THINK}<answer>0 or 1</answer>', 'refiner')
+  found = health.signs([both], ENV, [1.0, 1.0], [True] * 2, match='text')
+  assert found.pop('health/zero_variance') == 1.0  # of two that earn alike
+  del alone['health/zero_variance']
+  assert found == alone
 
 
 def test_zero_variance_looks_at_each_group_without_failed_ones():

@@ -46,6 +46,7 @@ def test_what_compares_trajectories_of_a_question_says_so():
     for attribute in ('needs_group', 'divides_by_spread')
   }
   divides = {'grpo', 'lite_ppo', 'reinforce_pp_baseline', 'turn_normalised'}
+  divides |= {'grpo_within'}
   spread = divides | {'distilled'}
   assert says == {
     'needs_group': divides | {'dr_grpo', 'rloo'},

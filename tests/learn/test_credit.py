@@ -107,6 +107,7 @@ def test_every_array_has_who_takes_it():
     'distilled': ('delta',),
     'given': (),
     'zero': (),
+    'grpo_within': ('structure',),
   }
 
 

@@ -1,5 +1,6 @@
 """Runs whose trajectories have several contexts, end to end."""
 
+from ml_collections import ConfigDict
 import numpy as np
 import pytest
 
@@ -11,6 +12,7 @@ from searchrl_jax.text.env import SearchEnv
 from searchrl_jax.text.parser import Block
 from tests import tiny
 from tests.loop.test_algorithms import run_twice
+from tests.loop.test_train import lines
 
 pytestmark = [
   pytest.mark.slow,
@@ -25,6 +27,12 @@ class Acts(SearchEnv):
   def _action(self, state, blocks):
     kind = 'search' if self._may_search(state) else 'answer'
     return Block(kind, 'policy', state.question.text, turn=state.turn)
+
+
+class Corrects(Acts):
+  def _attempts(self, blocks, turns):
+    """A search and what stands for an answer; then the second attempt."""
+    return [int(n > 1) for n in range(turns)]
 
 
 def config(url, kind):
@@ -72,6 +80,33 @@ def test_a_run_trains_each_sampled_token_once(kind, url, tmp_path):
   view.write(str(tmp_path / 'run'), page)
   scripts = ''.join(p.read_text() for p in tmp_path.rglob('*.js'))
   assert page.exists() and f'context_{[*reasons][0]}' in scripts
+
+
+def test_corrections_are_trained_in_two_stages(url, tmp_path):
+  """SCoRe: two attempts in one context, and a pull to the first policy."""
+  c = config(url, 'attempts')
+  c.env.module = f'{__name__}.Corrects'
+  c.env.max_contexts, c.env.attempts, c.optim.lr = 1, 2, 1e-2
+  c.env.max_tokens = c.engine.max_len = 160
+  c.batch.lengths = (160,)
+  kw = dict(first=1, alpha=10.0, strong=0.1, weak=0.1)
+  c.algorithm.update(advantage='configs.methods.score.corrected')
+  c.algorithm.update(advantage_kw=ConfigDict(kw), aggregation='token')
+  c.teacher.context, c.teacher.weights = 'own', 'frozen'
+  c.reward.odd.fn, c.eval.every = 'tests.tiny.shortness', 0
+  c.log.trajectories_every = 1
+  train.train(c, str(tmp_path))
+  steps = lines(tmp_path / 'metrics.jsonl')
+  pulls = [s['train/teacher_delta_abs'] for s in steps]
+  assert abs(pulls[0]) < 1e-6 and all(x > 1e-4 for x in pulls[1:])
+  assert all(s['train/gradient_groups'] > 0 for s in steps)
+  found = {True: [], False: []}
+  for r in records.read(tmp_path / 'trajectories'):
+    a = r.advantages[np.isfinite(r.advantages)]
+    found[r.step == 0].append(np.ptp(a))
+  # What is earned is of the second attempt: the same for both at first, then
+  # 11 times as much for the second.
+  assert max(found[True]) < 1e-6 and max(found[False]) > 1
 
 
 def test_a_killed_run_goes_on_bit_for_bit(url, tmp_path, monkeypatch):

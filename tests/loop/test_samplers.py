@@ -1,5 +1,6 @@
 """Samplers through the loop: they train, and a run that was cut goes on."""
 
+import dataclasses
 import os
 import signal
 import time
@@ -12,7 +13,7 @@ from searchrl_jax import train
 from searchrl_jax.devices import signals
 from searchrl_jax.lookup import ConfigError
 from searchrl_jax.models import parameters
-from searchrl_jax.rollout import collector
+from searchrl_jax.rollout import collector, revise
 from searchrl_jax.run import build
 from searchrl_jax.store import records
 from tests import tiny
@@ -203,6 +204,70 @@ def test_traces_train_beside_what_the_policy_sampled(url, tmp_path):
     # Of the policy's tokens, which the engine sampled.
     assert s['train/mismatch_max'] < 1e-3 and s['staleness/max'] == 0
     assert s['train/tis_weight'] == pytest.approx(1, abs=1e-3)
+
+
+@pytest.mark.long
+def test_what_a_teacher_wrote_trains_within_and_in_place_of_attempts(
+  url, tmp_path
+):
+  """Hints of SEELE, and refinements of Critique-GRPO, on a tiny model."""
+  seele = dict(hint_rounds=2, traces='tests.samplers.told')
+  words = dict(critique='{attempt} {verdict} {answer}', grounded=False)
+  critique = words | dict(critique_words=('found', 'no'))
+  for name, objective, fields in (
+    ('seele.scaffolded', 'seele.imitated', seele),
+    ('critique_grpo.critiqued', 'luffy.shaped', critique),
+  ):
+    c = config(url, sampler=f'configs.methods.{name}', group=4, **fields)
+    fn = f'configs.methods.{objective}'
+    c.algorithm.update(loss='mixed', foreign_objective=fn, minibatches=2)
+    c.log.trajectories_every = 1
+    train.train(c, str(tmp_path / name))
+    kept = [*records.read(tmp_path / name / 'trajectories')]
+    told = [r for r in kept if r.trajectory.foreign]
+    assert len(kept) == 2 * 4 * 4 and 0 < len(told) < len(kept), name
+    for r in told:
+      mask = [np.full(len(s.ids), s.train) for s in r.trajectory.trained]
+      assert (np.isfinite(r.trainer_logps) == np.concatenate(mask)).all()
+    steps = lines(tmp_path / name / 'metrics.jsonl')
+    assert sum(s['rollout/traces'] for s in steps) == len(told)
+    for s in steps:
+      assert 0 < s['train/foreign'] < 1 and s['train/grad_norm'] > 0
+      # Of the policy's tokens, behind hints, too.
+      assert s['train/mismatch_max'] < 1e-3
+
+
+def test_cut_attempts_train_beside_the_verdicts_on_them(
+  url, tmp_path, monkeypatch
+):
+  """What the policy says is noise here: every first attempt is cut."""
+  real = revise._verdict
+
+  async def named(*args):
+    t = await real(*args)
+    first = t.meta['asked'] and t.meta['on'] == 0
+    return dataclasses.replace(t, meta={**t.meta, 'step': 1 if first else None})
+
+  monkeypatch.setattr(revise, '_verdict', named)
+  c = config(url, sampler='revise', group=4, refiner='micro_refiner')
+  kw = dict(label='role', eps=1e-6, ddof=1)
+  c.algorithm.update(advantage='grpo_within', advantage_kw=kw, minibatches=2)
+  c.log.trajectories_every = 1
+  train.train(c, str(tmp_path))
+  kept = [*records.read(tmp_path / 'trajectories')]
+  assert len(kept) == 2 * 4 * 4
+  roles = [r.trajectory.role for r in kept]
+  assert roles == ['solver', 'solver', 'refiner', 'refiner'] * 8
+  cut = [r.trajectory for r in kept if r.trajectory.meta.get('cut')]
+  assert len(cut) >= 6 and {t.sample for t in cut} == {0}
+  for r in kept:
+    mask = [np.full(len(s.ids), s.train) for s in r.trajectory.segments]
+    assert (np.isfinite(r.trainer_logps) == np.concatenate(mask)).all()
+  steps = lines(tmp_path / 'metrics.jsonl')
+  for s in steps:
+    assert s['train/mismatch_max'] < 1e-3 and s['train/grad_norm'] > 0
+  generations = sum(r.trajectory.turns for r in kept)
+  assert sum(s['rollout/generations'] for s in steps) > generations
 
 
 def test_a_sampler_that_cannot_work_is_refused_at_the_start(url, tmp_path):

@@ -3,6 +3,7 @@
 import asyncio
 from concurrent import futures
 import contextlib
+import dataclasses
 import operator
 import os
 import signal
@@ -486,7 +487,10 @@ def test_what_failed_takes_the_place_of_what_an_earlier_start_ended():
   one.keep(trajectory(q, sample=1))
   one.keep(failed := trajectory(q, sample=0, end='failed'))
   assert list(one.named('solver')) == [('q', 1)] and one.named('judge') == {}
-  assert len(one.all()) == 2 and failed in one.all()
+  one.keep(dataclasses.replace(trajectory(q, sample=2), role='judge'))
+  assert [*one.named('judge')] == [('q', 2)]
+  assert [*one.named()] == [('q', 1), ('q', 2)]
+  assert len(one.all()) == 3 and failed in one.all()
 
 
 # --- Rewards.

@@ -33,9 +33,17 @@ SAMPLERS = {
   'best': dict(sampler='tests.samplers.best', group=2, attempts=3),
   'hinted': dict(sampler='tests.samplers.hinted', group=2, hint='psst'),
   'traces': dict(sampler='traces', group=3, traces='tests.samplers.told'),
+  'revise': dict(sampler='revise', group=4, refiner='micro_refiner'),
+  'behind': dict(
+    sampler='configs.methods.seele.scaffolded',
+    group=4,
+    traces='tests.samplers.told',
+    hint_rounds=2,
+  ),
 }
 # How many trajectories depend on each other, if more than one.
-DEPEND = {'tree': 3, 'rounds': 5, 'hinted': 2, 'traces': 3}
+DEPEND = {'tree': 3, 'rounds': 5, 'hinted': 2, 'traces': 3, 'revise': 2}
+DEPEND |= {'behind': 4}
 EVERY = pytest.mark.parametrize('name', SAMPLERS)
 
 
@@ -372,6 +380,9 @@ def test_a_hint_is_sampled_with_and_not_trained_with():
     (dict(sampler='tree', group=6, trees=2, rounds=3), 'trees=2, rounds=3'),
     (dict(sampler='tree', group=6, trees=0), 'trees=0'),
     (dict(sampler='tree', group=6, rounds=0), 'rounds=0'),
+    (dict(sampler='revise', group=3, refiner='refiner'), 'group=3.*even'),
+    (dict(sampler='revise', group=4), "refiner=''.*template"),
+    (dict(sampler='revise', group=4, refiner='refinr'), "'refiner'"),
   ],
 )
 def test_what_cannot_work_is_refused(fields, message):

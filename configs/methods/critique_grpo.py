@@ -1,0 +1,100 @@
+"""Critique-GRPO: attempts are criticised and refined; the best one joins.
+
+arXiv 2506.03106; zhangxy-2019/critique-GRPO. All but one of a group are
+attempts. Each is shown to the policy with a critique, and the policy tries
+again. The first of these refinements that earns most takes the last place of
+the group, behind the plain prompt. Its tokens are foreign there, with LUFFY's
+objective p / (p + 0.1) A (configs/methods/luffy.py). GRPO among all of them,
+entropy 0.001, no KL. The critique says whether the attempt was right, by the
+golden answers, and what the first of these is. Argument:
+
+  grounded  True: a refinement that is right has found the answer, else it is
+            left out. False, as released: it may copy the critique
+
+Departs from the release: no model writes the critique. What a service failed is
+not refined, and a prompt without room is left out; where no refinement is left,
+another attempt has the place. `rollout/traces` counts the refinements that have
+one, `rollout/traces_left_out` what was left out.
+"""
+
+import dataclasses
+import functools
+
+import numpy as np
+
+from configs.methods import core, guide
+from searchrl_jax.learn import advantages, teacher
+from searchrl_jax.rewards import scores
+from searchrl_jax.rollout import revise, traces
+
+# The critique, and the verdict on what is right, and on what is wrong.
+FULL = (
+  'An earlier attempt:\n{attempt}\nIt is {verdict}; the right answer is '
+  '{answer}. Answer the question again, and search for what the answer needs.',
+  ('right', 'wrong'),
+)
+MICRO = '{attempt} {verdict} answer {answer}', ('found', 'no')  # known words
+
+
+def get_config(arg=None):
+  return core.on_base(arg, change, grounded=True)
+
+
+def change(c, a):
+  c.name, full = 'critique_grpo', bool(c.model.path)
+  objective = 'configs.methods.luffy.shaped'
+  fields = dict(loss='mixed', foreign_objective=objective, entropy_coef=0.001)
+  core.set_algorithm(c, core.GRPO | fields)
+  c.rollout.sampler = 'configs.methods.critique_grpo.critiqued'
+  c.rollout.critique, c.rollout.critique_words = FULL if full else MICRO
+  c.rollout.grounded = a.grounded
+
+
+async def critiqued(questions, services, *, critique, critique_words, grounded):
+  """The sampler. A refinement has meta['refines'], the sample of the attempt.
+
+  critique, critique_words: see FULL. grounded: see the module.
+  """
+  env = services.env
+  attempt = functools.partial(services.fresh, services.slots())
+
+  async def refined(t, plain):
+    """What comes of the critique of an attempt; None: it is left out."""
+    question, golds = t.question, t.question.answers
+    right = lambda t: scores.exact_match(env.answer(t), golds) > 0
+    text = revise.shown(env, t)[len(question.text) :].strip()
+    told = dict(attempt=text, verdict=critique_words[not right(t)])
+    hint = critique.format(answer=golds[0], **told)
+    try:
+      asked = teacher.hinted(question, hint, '{text} {hint}')
+      start = env.reset(asked, services.role)
+    except ValueError:  # it is too long
+      return None
+    found = await attempt(start, t.sample, ['refined'])
+    read = any(scores.states(text, golds) for text in env.retrieved(found))
+    if found.failed or (grounded and right(found) and not read):
+      return None
+    found = guide.plainly(found, question, plain[0])
+    found = dataclasses.replace(found, meta={'refines': t.sample})
+    return traces.by_teacher(found)
+
+  async def group(question, plain, samples):
+    *own, last = samples
+    tried = await services.gather(attempt(plain, n) for n in own)
+    alive = [t for t in tried if not t.failed]
+    made = await services.gather(refined(t, plain) for t in alive)
+    good = [t for t in made if t is not None]
+    counts = dict(traces=bool(good), traces_left_out=len(made) - len(good))
+    services.count((question.id, last), **counts)
+    if good:
+      earned = await services.reward([(t,) for t in good])
+      value = np.where(earned.valid, advantages.returns(earned.value), -np.inf)
+      best = dataclasses.replace(good[np.argmax(value)], sample=last)
+    else:
+      best = await attempt(plain, last)
+    services.record(*tried, best)
+
+  return await services.whole(questions, group)
+
+
+critiqued.needs, critiqued.foreign = ('answers',), True
