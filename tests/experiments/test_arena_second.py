@@ -4,8 +4,10 @@ import collections
 
 import pytest
 
+from configs.methods import mr_search
 from experiments.arena import arms, hinted, run, second
 from searchrl_jax import sft
+from searchrl_jax.run import build
 from searchrl_jax.sweep import core
 
 
@@ -59,6 +61,15 @@ def test_warm_starts_have_hints(report):
   arm = report.arm('grpo').config(3)
   assert start.env.max_tokens == 2 * arm.env.max_tokens
   assert report.needs('warm/even/3') == {'train.init': 'warm/skills/3'}
+
+
+@pytest.mark.parametrize('contexts', [1, 3])
+def test_a_policy_with_attempts_can_be_asked_once(contexts, tmp_path):
+  config = mr_search.get_config(f'base=atlas,contexts={contexts},note=8')
+  tok = build.tokenizer(config, str(tmp_path))
+  assert build.environment(config, tok).config.attempts == 3
+  sft.one_attempt(config.env)
+  assert build.environment(config, tok).config.attempts == 1
 
 
 @pytest.fixture(scope='module')
