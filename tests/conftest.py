@@ -24,10 +24,11 @@ if not _WORKER:
   os.environ.setdefault('PYTEST_DEBUG_TEMPROOT', tempfile.gettempdir())
   os.environ['TMPDIR'] = tempfile.tempdir = tempfile.mkdtemp(prefix='searchrl_')
   atexit.register(shutil.rmtree, tempfile.tempdir, ignore_errors=True)
-# Several tests train the same tiny model: all workers compile it once. JAX
-# would keep only what takes a second, as little here does on a quiet machine.
+# Several tests train the same tiny model: all workers compile it once, and all
+# suites if the folder is given. JAX would keep only what takes a second, as
+# little here does on a quiet machine.
 _COMPILED = 'compiled_'
-if not _WORKER:
+if not _WORKER and not os.environ.get('JAX_COMPILATION_CACHE_DIR'):
   os.environ['JAX_COMPILATION_CACHE_DIR'] = tempfile.mkdtemp(prefix=_COMPILED)
 # Where Python may not write bytecode (containers often ask for this), each
 # process compiles all that it imports: importing JAX takes 4 s instead of 1 s,

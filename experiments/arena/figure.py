@@ -15,7 +15,7 @@ import pathlib
 
 from absl import flags
 
-from experiments.arena import arms, results, second
+from experiments.arena import plans, results, second
 from searchrl_jax import lookup
 from searchrl_jax.run import command
 
@@ -23,7 +23,7 @@ SHOWN = 'searches, - GRPO', 'exact match, all, - GRPO'  # of ECONOMY
 COLORS = {'shown': 'C2', 'contradicted': 'C3', 'equivalent': 'C0'}
 
 
-def draw(batch: arms.Batch, found: dict):
+def draw(batch: plans.Batch, found: dict):
   """found: the content of its results.json.
 
   Raises:
@@ -69,7 +69,7 @@ def _differences(found: dict, gains, axis) -> None:
       if gain and claim['phase'] == 'report' and claim['method'] != 'grpo':
         at = claim['value'] - gain['mean']
         axis.plot(at, y + 0.3, marker, color='0.6', ms=3.5)
-    stress = f' (lr x {arms.STRESS})' if claim['phase'] == 'stress' else ''
+    stress = f' (lr x {plans.STRESS})' if claim['phase'] == 'stress' else ''
     corpus = claim['method'] == 'grpo'
     name = f'{claim["method"]}{stress} - {claim["against"]}'
     labels.append('complete - incomplete corpus' if corpus else name)
@@ -91,7 +91,7 @@ def _differences(found: dict, gains, axis) -> None:
   axis.plot([], [], '^', color='0.6', label='exact credit')
 
 
-def _economy(batch: arms.Batch, gains, axes) -> None:
+def _economy(batch: plans.Batch, gains, axes) -> None:
   """axes: one for each of results.ECONOMY."""
   rows = [
     (row, [gains.get((row.name, 'grpo', name)) for name in results.ECONOMY])

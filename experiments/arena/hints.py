@@ -11,7 +11,7 @@ import functools
 
 from configs import atlas as recipe
 from experiments import rows
-from experiments.arena import arms, hinted, second
+from experiments.arena import hinted, plans, second
 
 
 def _above(kind: str, what: str) -> rows.Bar:
@@ -22,16 +22,16 @@ def _above(kind: str, what: str) -> rows.Bar:
 ROW = rows.Row(
   warm={
     name: rows.Start(functools.partial(second.start, name), init)
-    for name, init in (('skills', ''), (arms.MIX, 'skills'))
+    for name, init in (('skills', ''), (plans.MIX, 'skills'))
   },
   arms=(
     rows.Arm(
       'warm',
       lambda seed: recipe.get_config(f'seed={seed}'),
-      arms.MIX,
+      plans.MIX,
       train=False,
       evaluations={'after': hinted.measured},
-      seeds=arms.ASSAY[:3],
+      seeds=plans.ASSAY[:3],
     ),
   ),
   bars=[

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from experiments.arena import arms, oracle, verdicts
+from experiments.arena import oracle, plans, recipes, verdicts
 from searchrl_jax.store import records
 from searchrl_jax.sweep import figures
 
@@ -34,7 +34,7 @@ Runs = Mapping[str, Mapping[str, Any]]  # arm -> case -> {'values', ...}
 
 
 def choose(
-  batch: arms.Batch, tried: Runs, again: Runs, out: pathlib.Path, environment
+  batch: plans.Batch, tried: Runs, again: Runs, out: pathlib.Path, environment
 ) -> None:
   """Writes the setting of each row of which all trials are complete.
 
@@ -46,29 +46,29 @@ def choose(
   """
   settings, trials, bests, confirmed = {}, {}, {}, {}
   for row in batch.rows:
-    plans = [p for p in batch.tune() if p.row is row]
-    means = _trial_means(plans, tried, row, arms.TUNING)
+    candidates = [p for p in batch.tune() if p.row is row]
+    means = _trial_means(candidates, tried, row, plans.TUNING)
     if not means:
       continue
-    best, trials[row.name] = _best(row.goal, plans, means), means
+    best, trials[row.name] = _best(row.goal, candidates, means), means
     bests[row.name] = best.name
-    if best is not plans[0]:
-      means = _trial_means([plans[0], best], again, row, arms.CONFIRMING)
+    if best is not candidates[0]:
+      means = _trial_means([candidates[0], best], again, row, plans.CONFIRMING)
       if not means:
         continue
       confirmed[row.name] = means
-      if _gain(row.goal, best, means, plans[0]) <= 0:
-        best = plans[0]
+      if _gain(row.goal, best, means, candidates[0]) <= 0:
+        best = candidates[0]
     settings[row.name] = best.setting
   content = {
     'environment': environment,
-    'seeds': {'tune': arms.TUNING, 'confirm': arms.CONFIRMING},
+    'seeds': {'tune': plans.TUNING, 'confirm': plans.CONFIRMING},
     'settings': settings,
     'best': bests,
     'confirmed': confirmed,
     'trials': trials,
   }
-  records.write_json(out / arms.TUNED, content)
+  records.write_json(out / plans.TUNED, content)
 
 
 def _trial_means(plans, runs: Runs, row, seeds) -> dict[str, dict[str, float]]:
@@ -92,7 +92,7 @@ def _gain(goal: verdicts.Claim, plan, means, default) -> float:
   return goal.sign * (own[goal.metric] - other[goal.metric])
 
 
-def _best(goal: verdicts.Claim, plans, means) -> arms.Plan:
+def _best(goal: verdicts.Claim, plans, means) -> plans.Plan:
   least = means[plans[0].name][SCORE] - verdicts.MARGIN
   allowed = [p for p in plans if means[p.name][SCORE] >= least]
   best = max(allowed, key=lambda plan: _gain(goal, plan, means, plans[0]))
@@ -100,7 +100,7 @@ def _best(goal: verdicts.Claim, plans, means) -> arms.Plan:
 
 
 def write(
-  batch: arms.Batch,
+  batch: plans.Batch,
   runs: Mapping[str, Runs],
   out: pathlib.Path,
   environment,
@@ -130,10 +130,10 @@ def write(
   return content
 
 
-def planned(batch: arms.Batch, runs: Mapping[str, Runs]) -> verdicts.Values:
+def planned(batch: plans.Batch, runs: Mapping[str, Runs]) -> verdicts.Values:
   """The values of the seeds that are listed for each phase."""
   phases = {phase: seeds for phase, (_, seeds) in batch.phases.items()}
-  phases[arms.recipes.PHASE] = arms.recipes.SEEDS
+  phases[recipes.PHASE] = recipes.SEEDS
   return {
     phase: {
       arm: {
@@ -147,7 +147,7 @@ def planned(batch: arms.Batch, runs: Mapping[str, Runs]) -> verdicts.Values:
   }
 
 
-def averaged(batch: arms.Batch, every: verdicts.Values) -> verdicts.Values:
+def averaged(batch: plans.Batch, every: verdicts.Values) -> verdicts.Values:
   """With the mean over all runs of a case in the place of a row's first run.
 
   Of the cases that all of its arms have that have begun; the other arms are
@@ -171,7 +171,7 @@ def averaged(batch: arms.Batch, every: verdicts.Values) -> verdicts.Values:
   return {**every, 'report': report}
 
 
-def judge(batch: arms.Batch, every: verdicts.Values) -> list[dict]:
+def judge(batch: plans.Batch, every: verdicts.Values) -> list[dict]:
   """Records of the claims, with `n_planned`, the number of the phase's seeds.
 
   every: of `planned` seeds.
@@ -185,7 +185,7 @@ def judge(batch: arms.Batch, every: verdicts.Values) -> list[dict]:
 
 
 def _complete(
-  batch: arms.Batch, claim: verdicts.Claim, every: verdicts.Values
+  batch: plans.Batch, claim: verdicts.Claim, every: verdicts.Values
 ) -> bool:
   """Whether both arms have all seeds of the phase, and all repeats."""
   _, seeds = batch.phases[claim.phase]
@@ -198,7 +198,7 @@ def _complete(
   return all({*map(str, seeds)} <= {*cases} for cases in known)
 
 
-def assay(batch: arms.Batch, every: verdicts.Values) -> dict[str, Any]:
+def assay(batch: plans.Batch, every: verdicts.Values) -> dict[str, Any]:
   """Paired differences of SCORE, and whether they are sensitive.
 
   Of each mixture with GRPO's default setting, and ('tuned') of the reporting
@@ -214,7 +214,7 @@ def assay(batch: arms.Batch, every: verdicts.Values) -> dict[str, Any]:
     for mix in batch.mixes
   }
   names = ['grpo', *(f'grpo-{a}' for a in oracle.ARMS)]
-  sets['tuned'] = names, report, arms.REPORTING
+  sets['tuned'] = names, report, plans.REPORTING
   out = {}
   for key, (names, runs, seeds) in sets.items():
     by = [verdicts.by_case(runs, name, SCORE) for name in names]
@@ -238,7 +238,7 @@ def assay(batch: arms.Batch, every: verdicts.Values) -> dict[str, Any]:
   return out
 
 
-def seeds_needed(batch: arms.Batch, pilot) -> int | None:
+def seeds_needed(batch: plans.Batch, pilot) -> int | None:
   """Runs that give a half interval of the margin, over the claims on SCORE."""
   found = [
     verdicts.differences(
@@ -251,7 +251,7 @@ def seeds_needed(batch: arms.Batch, pilot) -> int | None:
   return verdicts.seeds_needed(known, verdicts.MARGIN) if known else None
 
 
-def gains(batch: arms.Batch, report) -> Iterator[dict[str, Any]]:
+def gains(batch: plans.Batch, report) -> Iterator[dict[str, Any]]:
   """Paired differences beside the claims: of `arm` - `against`.
 
   Of each row to BASES on SCORE, ECONOMY and the metrics of its claims; and on
@@ -278,7 +278,7 @@ def gains(batch: arms.Batch, report) -> Iterator[dict[str, Any]]:
       yield about | gain._asdict()
 
 
-def corpus(batch: arms.Batch, report) -> Iterator[dict[str, Any]]:
+def corpus(batch: plans.Batch, report) -> Iterator[dict[str, Any]]:
   """How much more the corpus that lacks nothing gains GRPO than a row gains.
 
   Of each row with a claim on SCORE, against what that claim is against. That
@@ -301,7 +301,7 @@ def corpus(batch: arms.Batch, report) -> Iterator[dict[str, Any]]:
 
 
 def agreement(
-  batch: arms.Batch, every: verdicts.Values
+  batch: plans.Batch, every: verdicts.Values
 ) -> dict[str, Any] | None:
   """Kendall's W of the order of rows by SCORE, from as many runs as mixtures.
 
@@ -318,7 +318,7 @@ def agreement(
   by_mix = {
     mix: [
       main.get(row.name, {})
-      if mix == arms.MIX
+      if mix == plans.MIX
       else others.get(f'{row.name}-{mix}', {})
       for row in batch.methods
     ]
@@ -363,7 +363,7 @@ def _means(every: verdicts.Values) -> Iterator[dict[str, Any]]:
     (phase, arm, [cases[case] for case in sorted(cases, key=int)])
     for phase, kept in every.items()
     for arm, cases in kept.items()
-    if phase not in arms.TRIALS and cases
+    if phase not in plans.TRIALS and cases
   ]
   for phase, arm, runs in found:
     for metric in (m for m in runs[0] if all(m in run for run in runs)):
@@ -425,7 +425,7 @@ def show(
   return _markdown(lines)
 
 
-def show_mixtures(batch: arms.Batch, content: Mapping[str, Any]) -> str:
+def show_mixtures(batch: plans.Batch, content: Mapping[str, Any]) -> str:
   """Markdown: SCORE of each row from each mixture; '' if one has not run.
 
   Args:

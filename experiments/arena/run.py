@@ -8,17 +8,16 @@
   ... --only=grpo,otc --seeds=0,1
   ... --base=base=search_r1,model=Qwen/Qwen2.5-3B,folder=...
 
-experiments/arena/arms.py has the phases, second.py another batch. Each arm is a
-stage of a sweep (searchrl_jax/sweep): the same command goes on where it was
-stopped. The values of arms that are complete are kept in runs.csv of the
-batch's folder, so that what one machine has run, another leaves out (it trains
-the warm starts of what is left again). An arm whose config has changed since
-runs again, in another --workdir or after its folder is removed, and what it was
-before counts no more; results leave out seeds that no phase lists. Tuning
-writes tuned.json, and every phase results.json, claims with their verdicts so
-far, and means.csv, the means of all arms with intervals. With another base
-these files lie in --workdir.
-"""
+experiments/arena/plans.py has the phases, arms.py and second.py the batches of
+methods. Each arm is a stage of a sweep (searchrl_jax/sweep): the same command
+goes on where it was stopped. The values of arms that are complete are kept in
+runs.csv of the batch's folder, so that what one machine has run, another leaves
+out (it trains the warm starts of what is left again). An arm whose config has
+changed since runs again, in another --workdir or after its folder is removed,
+and what it was before counts no more; results leave out seeds that no phase
+lists. Tuning writes tuned.json, and every phase results.json, claims with their
+verdicts so far, and means.csv, the means of all arms with intervals. With
+another base these files lie in --workdir. """
 
 import csv
 import functools
@@ -31,7 +30,7 @@ import pandas as pd
 
 from configs import ssp
 from experiments import common
-from experiments.arena import arms, results, second
+from experiments.arena import plans, recipes, results, second
 from searchrl_jax import lookup, schema
 from searchrl_jax.run import command
 from searchrl_jax.store import records
@@ -97,7 +96,7 @@ def keep(found: core.Sweep, left: set[str], phase: str, folder, out) -> dict:
   return runs
 
 
-def current(batch: arms.Batch, runs, base: str = '') -> dict:
+def current(batch: plans.Batch, runs, base: str = '') -> dict:
   """Those of `load_runs` that count: with the configs that the arms have now.
 
   base: arguments of another base recipe.
@@ -180,16 +179,16 @@ def main():
       sweep.run(spec, table, planned, folder, parallel=parallel, after=update)
   finally:
     runs = update()
-    if phase in arms.TRIALS:
-      tried = {name: runs.get(name, {}) for name in arms.TRIALS}
-      tried = [current(batch, tried).get(name, {}) for name in arms.TRIALS]
+    if phase in plans.TRIALS:
+      tried = {name: runs.get(name, {}) for name in plans.TRIALS}
+      tried = [current(batch, tried).get(name, {}) for name in plans.TRIALS]
       results.choose(batch, *tried, out, environment)
     said = common.command('experiments.arena.run')
     counted = current(batch, runs, values.base)
     written = results.write(batch, counted, out, environment, said)
     every = results.averaged(batch, results.planned(batch, counted))
-    other = phase == arms.recipes.PHASE
-    columns = arms.recipes.COLUMNS if other else results.COLUMNS
+    other = phase == recipes.PHASE
+    columns = recipes.COLUMNS if other else results.COLUMNS
     print(results.show(every.get(phase, {}), columns))
     runs = counted.get(phase, {})
     named = {f'{a}/{c}': x for a, own in runs.items() for c, x in own.items()}
@@ -212,7 +211,7 @@ def _before(found: core.Sweep, stage: str) -> list[str]:
 
 
 if __name__ == '__main__':
-  flags.DEFINE_enum('phase', None, second.NAMES, 'See arms.py.', required=True)
+  flags.DEFINE_enum('phase', None, second.NAMES, 'See plans.py.', required=True)
   flags.DEFINE_enum('batch', 'first', second.BATCHES, 'See second.py.')
   flags.DEFINE_string('base', '', 'Arguments of another base recipe.')
   sweep.define_flags()

@@ -13,10 +13,10 @@ without a claim have three seeds and default settings.
 from ml_collections import ConfigDict
 
 from configs import atlas as recipe
-from experiments.arena import arms, hinted, measure, oracle
-from experiments.arena.arms import FOLDER, Method
-from experiments.arena.verdicts import Claim
-from searchrl_jax.sweep import core
+from experiments.arena import arms, hinted, measure, oracle, plans
+from experiments.arena.arms import FOLDER
+from experiments.arena.plans import Method
+from experiments.arena.verdicts import MARGIN, Claim
 
 SHARE = 0.25  # of the warm start
 # x the questions of a step, for a baseline with as many tokens in training: to
@@ -79,7 +79,7 @@ METHODS = (
     ('scale', (0.2, 0.05, 0.8)),
     (
       _helps('trace', 'a frozen scorer and levels are better', 'igpo'),
-      Claim('trace', f'hard/em is at most {arms.MARGIN} worse', within=True),
+      Claim('trace', f'hard/em is at most {MARGIN} worse', within=True),
     ),
     controls={'live': {'teacher.weights': 'live'}},
   ),
@@ -89,7 +89,7 @@ METHODS = (
     (
       _helps(
         'sapo',
-        f'is better at {arms.STRESS} x the learning rate of the base recipe',
+        f'is better at {plans.STRESS} x the learning rate of the base recipe',
         'grpo4',
         phase='stress',
       ),
@@ -138,20 +138,16 @@ METHODS = (
 )
 
 NAMES = arms.FIRST.names
-OWN = 'assay', *arms.TRIALS, 'report', 'stress'
-SECOND = arms.Batch(
+OWN = 'assay', *plans.TRIALS, 'report', 'stress'
+SECOND = plans.Batch(
   METHODS,
   'second.py',
   FOLDER / 'second',
   OWN,
   start=start,
   change=_taught,
-  mixes=(arms.MIX,),
+  mixes=(plans.MIX,),
 )
 BATCHES = {'first': arms.FIRST, 'second': SECOND}
 
-
-def get_sweep(arg=None) -> core.Sweep:
-  """PHASE of the second batch."""
-  phase, _, base = (arg or 'report').partition(',')
-  return SECOND.sweep(phase, base)
+get_sweep = SECOND.get_sweep

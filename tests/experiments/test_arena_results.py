@@ -14,6 +14,8 @@ from experiments.arena import (
   arms,
   figure,
   measure,
+  plans,
+  recipes,
   results,
   run,
   second,
@@ -249,9 +251,9 @@ def test_collapse_is_of_exact_match_where_it_is_known(column, step):
 
 
 def test_what_was_trained_without_passages_is_evaluated_with_them(monkeypatch):
-  lacks = {'source.dials': {'missing': arms.MISSING}}
+  lacks = {'source.dials': {'missing': plans.MISSING}}
   grpo = arms.METHODS[0]
-  config = arms.config(grpo, grpo.default, lacks, '', 0)
+  config = plans.config(grpo, grpo.default, lacks, '', 0)
   asked = []
   monkeypatch.setattr(
     measure.evaluate,
@@ -261,12 +263,12 @@ def test_what_was_trained_without_passages_is_evaluated_with_them(monkeypatch):
   monkeypatch.setattr(measure.read, 'run', lambda folder: folder)
   monkeypatch.setattr(measure, 'measured', lambda *_: {'hard/em': 0.2})
   monkeypatch.setattr(measure, '_values', lambda found, *_: {'hard/em': found})
-  plan = arms.Plan('grpo-missing', grpo, grpo.default, lacks)
-  found = arms._evaluation(plan)(config, 'run', 'out')
-  assert asked == [0.0] and config.source.dials.missing == arms.MISSING
+  plan = plans.Plan('grpo-missing', grpo, grpo.default, lacks)
+  found = plans._evaluation(plan)(config, 'run', 'out')
+  assert asked == [0.0] and config.source.dials.missing == plans.MISSING
   assert found == {'hard/em': 'out', 'incomplete/hard/em': 0.2}
-  assert arms._evaluation(arms.Plan('grpo', grpo, grpo.default)) is not (
-    arms._evaluation(plan)
+  assert plans._evaluation(plans.Plan('grpo', grpo, grpo.default)) is not (
+    plans._evaluation(plan)
   )
 
 
@@ -309,9 +311,9 @@ def test_outcome_arms_have_as_many_trials():
 
 
 def test_seeds_of_the_phases_are_apart():
-  assert not {*arms.ASSAY, *arms.TUNING} & {*arms.PILOT, *arms.REPORTING}
-  assert not {*arms.TUNING} & {*arms.CONFIRMING}
-  assert not {*arms.PILOT} & {*arms.REPORTING}
+  assert not {*plans.ASSAY, *plans.TUNING} & {*plans.PILOT, *plans.REPORTING}
+  assert not {*plans.TUNING} & {*plans.CONFIRMING}
+  assert not {*plans.PILOT} & {*plans.REPORTING}
 
 
 def test_a_phase_is_a_sweep_of_configs():
@@ -321,8 +323,8 @@ def test_a_phase_is_a_sweep_of_configs():
     'train.init': 'warm/hasty/100'
   }
   assert found.needs('warm/hasty/100') == {'train.init': 'warm/skills/100'}
-  assert found.arm('oracle-even').seeds == arms.ASSAY
-  assert found.arm('oracle-hasty').seeds == arms.ASSAY[:3]
+  assert found.arm('oracle-even').seeds == plans.ASSAY
+  assert found.arm('oracle-hasty').seeds == plans.ASSAY[:3]
   shuffled = found.arm('shuffled-even').config(100)
   assert shuffled.algorithm.advantage == 'experiments.arena.oracle.credited'
   assert shuffled.algorithm.advantage_kw.shuffle
@@ -332,14 +334,14 @@ def test_a_phase_is_a_sweep_of_configs():
 
 def test_seeds_of_arms(monkeypatch):
   """All that a claim needs; fewer of what none does."""
-  monkeypatch.setattr(arms.Batch, 'tuned', lambda _, row: row.default)
+  monkeypatch.setattr(plans.Batch, 'tuned', lambda _, row: row.default)
   report = {arm.name: arm.seeds for arm in arms.get_sweep('report').arms}
-  assert report['gigpo'] == report['grpo-2'] == arms.REPORTING
-  assert report['grpo-missing'] == arms.REPORTING
+  assert report['gigpo'] == report['grpo-2'] == plans.REPORTING
+  assert report['grpo-missing'] == plans.REPORTING
   assert report['gigpo-shuffled'] == tuple(range(6))
-  assert report['grpo-shuffled'] == arms.REPORTING
+  assert report['grpo-shuffled'] == plans.REPORTING
   stress = {arm.name: arm.seeds for arm in arms.get_sweep('stress').arms}
-  full = {name for name, seeds in stress.items() if seeds == arms.REPORTING}
+  full = {name for name, seeds in stress.items() if seeds == plans.REPORTING}
   assert full == {f'stress-{n}' for n in ('grpo', 'grpo4', 'llds', 'calib_adv')}
   assert {len(s) for n, s in stress.items() if n not in full} == {3}
 
@@ -357,9 +359,9 @@ def test_repeats_differ_in_every_case():
   """With one seed for all, their error would be the same in all cases."""
   found = arms.get_sweep('report')
   names = ['grpo', 'grpo-2', 'grpo-3']
-  made = [found.arm(n).config(c) for n in names for c in arms.REPORTING]
-  assert len({c.seed for c in made}) == len(made) == 3 * len(arms.REPORTING)
-  assert [c.data.world_seed for c in made] == [*arms.REPORTING] * 3
+  made = [found.arm(n).config(c) for n in names for c in plans.REPORTING]
+  assert len({c.seed for c in made}) == len(made) == 3 * len(plans.REPORTING)
+  assert [c.data.world_seed for c in made] == [*plans.REPORTING] * 3
 
 
 def test_only_atlas_has_warm_starts_and_trials():
@@ -381,7 +383,7 @@ def test_only_runs_of_present_configs_count():
 
 
 def test_phases_after_tuning_need_it(monkeypatch, tmp_path):
-  monkeypatch.setattr(arms, 'TUNED', tmp_path / 'tuned.json')
+  monkeypatch.setattr(plans, 'TUNED', tmp_path / 'tuned.json')
   with pytest.raises(ConfigError, match='tuned.json.*--phase=confirm'):
     arms.get_sweep('report')
   with pytest.raises(ConfigError, match='tuned.json.*--phase=tune'):
@@ -391,7 +393,7 @@ def test_phases_after_tuning_need_it(monkeypatch, tmp_path):
 def tune_runs():
   values = {row.goal.metric: 2.0 for row in arms.METHODS} | {'hard/em': 0.4}
   return {
-    plan.name: {str(seed): {'values': {**values}} for seed in arms.TUNING}
+    plan.name: {str(seed): {'values': {**values}} for seed in plans.TUNING}
     for plan in arms.FIRST.tune()
   }
 
@@ -416,13 +418,13 @@ def test_tuning_takes_the_best_trial(tmp_path, monkeypatch):
   results.choose(arms.FIRST, runs, {}, tmp_path, {})
   content = json.loads(path.read_text())
   assert {*content['best']} - {*content['settings']} == {'gigpo', 'otc'}
-  monkeypatch.setattr(arms, 'TUNED', path)
+  monkeypatch.setattr(plans, 'TUNED', path)
   confirmed = [arm.name for arm in arms.get_sweep('confirm').arms]
   assert confirmed == ['gigpo', 'gigpo,scale=0.3', 'otc', 'otc,scale=0.6']
 
   again = {
     name: {str(seed): {'values': {'hard/em': 0.4, 'all/searches': value}}
-           for seed in arms.CONFIRMING}
+           for seed in plans.CONFIRMING}
     for name, value in zip(confirmed, (2.0, 2.0, 1.9, 1.8), strict=True)
   }  # fmt: skip
   again['gigpo,scale=0.3']['105']['values']['hard/em'] = 0.39
@@ -513,10 +515,10 @@ def test_an_assay_is_sensitive(grpo, oracle, shuffled, sensitive, monkeypatch):
   tuned = zip(('grpo', 'grpo-oracle', 'grpo-shuffled'), runs.values())
   every = {'assay': runs, 'report': dict(tuned)}
   for name, key in (('ASSAY', 'even'), ('REPORTING', 'tuned')):
-    monkeypatch.setattr(arms, 'ASSAY', (0, 1, 2, 3))
-    monkeypatch.setattr(arms, 'REPORTING', (0, 1, 2, 3))
+    monkeypatch.setattr(plans, 'ASSAY', (0, 1, 2, 3))
+    monkeypatch.setattr(plans, 'REPORTING', (0, 1, 2, 3))
     assert results.assay(arms.FIRST, every) == {}  # seed 3 is left
-    monkeypatch.setattr(arms, name, (0, 1, 2))
+    monkeypatch.setattr(plans, name, (0, 1, 2))
     found = results.assay(arms.FIRST, every)
     assert [*found] == [key] and found[key]['sensitive'] == sensitive
     gain = found[key]['oracle - grpo']['mean']
@@ -524,7 +526,7 @@ def test_an_assay_is_sensitive(grpo, oracle, shuffled, sensitive, monkeypatch):
 
 
 def test_an_assay_from_another_mixture_needs_three_seeds(monkeypatch):
-  monkeypatch.setattr(arms, 'ASSAY', (0, 1, 2, 3))
+  monkeypatch.setattr(plans, 'ASSAY', (0, 1, 2, 3))
   run_ = hard(0.4, 0.5, 0.45)
   for mix, found in (('even', []), ('hasty', ['hasty'])):
     runs = {f'{name}-{mix}': run_ for name in ('grpo', 'oracle', 'shuffled')}
@@ -537,7 +539,7 @@ def report_runs():
   return {
     name: {
       str(i): {'values': {'hard/em': 0.4 + 1e-3 * (-1) ** i * n} | common}
-      for i in arms.REPORTING
+      for i in plans.REPORTING
     }
     for n, row in enumerate(arms.METHODS)
     for name in (row.name, *row.again)
@@ -562,7 +564,7 @@ def test_results_have_the_claims_that_the_issue_asks_for(tmp_path):
   shown = results.show(
     results.planned(arms.FIRST, {'report': report})['report']
   )
-  assert f'| otc | {len(arms.REPORTING)} | 0.400' in shown
+  assert f'| otc | {len(plans.REPORTING)} | 0.400' in shown
   # Row 7: +-0.007 by turns is 0 on average; half = 2.201 x 0.00731 / 12 ** 0.5.
   interval = by['gigpo', 'hard/em']['interval']
   assert interval == pytest.approx([-0.00464, 0.00464], abs=1e-5)
@@ -575,7 +577,7 @@ def test_claims_are_shown_at_the_default_rate_too(tmp_path):
   for name, value in (('grpo-default', 0.3), ('otc', 0.4)):
     report[name] = {
       str(i): {'values': {'hard/em': value, 'all/searches': 10 * value + i % 2}}
-      for i in arms.REPORTING
+      for i in plans.REPORTING
     }
   found = results.write(arms.FIRST, {'report': report}, tmp_path, {}, '')
   (line,) = (
@@ -595,7 +597,7 @@ def test_the_page_has_the_committed_results():
   assert mixtures and f'\n\n{mixtures}\n\n' in '\n'.join(page)
   for name in ('oracle - grpo', 'oracle - shuffled', 'shuffled - grpo'):
     gains = [
-      found['assay'][mix][name] for mix in ('even', 'tuned', *arms.MIXES[1:])
+      found['assay'][mix][name] for mix in ('even', 'tuned', *plans.MIXES[1:])
     ]
     ends = [
       f'{g["mean"]:.3f} ({g["low"]:.3f} to {g["high"]:.3f})' for g in gains
@@ -605,14 +607,13 @@ def test_the_page_has_the_committed_results():
     arms.FIRST, results.planned(arms.FIRST, run.load_runs(arms.FOLDER))
   )
   names = [row.name for row in arms.METHODS]
-  recipes = every.pop('recipes')
-  recipes = results.show(recipes, arms.recipes.COLUMNS).splitlines()
-  assert {*recipes} <= {*page}
+  others = results.show(every.pop(recipes.PHASE), recipes.COLUMNS).splitlines()
+  assert {*others} <= {*page}
   known = {
     line for x in every.values() for line in results.show(x).splitlines()
   }
   of_arms = [line for line in page if re.match(r'\| [\w-]+ \| \d+ \| ', line)]
-  assert {*of_arms} <= known | {*recipes}  # no line of an earlier state
+  assert {*of_arms} <= known | {*others}  # no line of an earlier state
   for phase in ('report', 'stress'):
     rows = {x: cases for x, cases in every.get(phase, {}).items() if x in names}
     assert {*results.show(rows).splitlines()} <= {*page}
@@ -622,7 +623,7 @@ def test_the_figure_has_a_line_for_each_claim_on_exact_match(tmp_path):
   report = report_runs()
   report['gigpo-shuffled'] = {
     str(i): {'values': {**report['gigpo'][str(i)]['values'], 'hard/em': 0.3}}
-    for i in arms.CONTROLS
+    for i in plans.CONTROLS
   }
   report['grpo-oracle'] = report['llds']
   for run_ in report['otc'].values():  # one search less, and more is right
@@ -670,7 +671,7 @@ def test_before_the_report_there_is_nothing_to_draw(tmp_path):
 
 
 def test_a_claim_is_undecided_until_all_planned_seeds_have_run():
-  def verdict(seeds, repeated=arms.REPORTING):
+  def verdict(seeds, repeated=plans.REPORTING):
     one = {str(s): {'values': {'hard/em': 0.3}} for s in seeds}
     report = {
       'gigpo': {str(s): {'values': {'hard/em': 0.6 + s / 1e3}} for s in seeds},
@@ -682,12 +683,12 @@ def test_a_claim_is_undecided_until_all_planned_seeds_have_run():
     by = {c['method']: c for c in results.judge(arms.FIRST, every)}
     return by['gigpo']['n_seeds'], by['gigpo']['verdict']
 
-  n = len(arms.REPORTING)
-  assert verdict(arms.REPORTING) == (n, 'shown')
-  assert verdict(arms.REPORTING[1:]) == (n - 1, 'undecided')
-  assert verdict(arms.REPORTING, arms.REPORTING[1:]) == (n - 1, 'undecided')
+  n = len(plans.REPORTING)
+  assert verdict(plans.REPORTING) == (n, 'shown')
+  assert verdict(plans.REPORTING[1:]) == (n - 1, 'undecided')
+  assert verdict(plans.REPORTING, plans.REPORTING[1:]) == (n - 1, 'undecided')
   # A seed that was not planned does not stand in for one.
-  assert verdict((*arms.REPORTING[1:], 50)) == (n - 1, 'undecided')
+  assert verdict((*plans.REPORTING[1:], 50)) == (n - 1, 'undecided')
 
 
 def test_a_claim_needs_its_metric_in_all_runs():
@@ -813,10 +814,10 @@ def agreement(order):
   """Of rows with scores n (order 1) or -n, by mixture and seed."""
   runs = {'report': {}, 'mixtures': {}}
   for n, row in enumerate(arms.METHODS):
-    for mix in arms.MIXES:
-      name = row.name if mix == arms.MIX else f'{row.name}-{mix}'
-      seeds = arms.REPORTING[: 4 if mix == arms.MIX else 3]
-      phase = 'report' if mix == arms.MIX else 'mixtures'
+    for mix in plans.MIXES:
+      name = row.name if mix == plans.MIX else f'{row.name}-{mix}'
+      seeds = plans.REPORTING[: 4 if mix == plans.MIX else 3]
+      phase = 'report' if mix == plans.MIX else 'mixtures'
       runs[phase][name] = {
         str(seed): {'hard/em': n * order(mix, seed)} for seed in seeds
       }
@@ -826,21 +827,21 @@ def agreement(order):
 def test_mixtures_are_compared_as_runs_of_one_mixture_are():
   # One of three judges in reverse: ranks sum to n + 1 + r; the squares of their
   # deviations are those of one judge, where three that agree have 9 times that.
-  other, last = arms.MIXES[-1], arms.METHODS[-1].name
+  other, last = plans.MIXES[-1], arms.METHODS[-1].name
   n = len(arms.METHODS) - 1
   _, found = agreement(lambda mix, seed: -1 if mix == other else 1)
   assert found['w'] == pytest.approx(1 / 9)
-  assert found['w_same'] == pytest.approx(dict.fromkeys(arms.MIXES, 1.0))
+  assert found['w_same'] == pytest.approx(dict.fromkeys(plans.MIXES, 1.0))
   assert found['scores'][last] == {
-    mix: -n if mix == other else n for mix in arms.MIXES
+    mix: -n if mix == other else n for mix in plans.MIXES
   }
   # Each judge has another seed, and one of them this one. The fourth seed has
   # run from one mixture only. The mean is that of -n, n and n.
   _, found = agreement(lambda mix, seed: -1 if seed == 1 else 1)
   assert found['w'] == pytest.approx(1 / 9)
-  assert found['w_same'] == pytest.approx(dict.fromkeys(arms.MIXES, 1 / 9))
+  assert found['w_same'] == pytest.approx(dict.fromkeys(plans.MIXES, 1 / 9))
   assert found['scores'][last] == pytest.approx(
-    dict.fromkeys(arms.MIXES, n / 3)
+    dict.fromkeys(plans.MIXES, n / 3)
   )
   runs, found = agreement(lambda mix, seed: 1)
   assert found['w'] == pytest.approx(1.0)
@@ -857,7 +858,7 @@ def test_mixtures_are_compared_as_runs_of_one_mixture_are():
 def test_rates_are_relative_to_the_base_recipe():
   row = arms.METHODS[0]
   small, full = (
-    arms.config(row, {'lr': 2.0, 'kl': 0.0}, {}, base, 0)
+    plans.config(row, {'lr': 2.0, 'kl': 0.0}, {}, base, 0)
     for base in ('', 'base=search_r1,model=x')
   )
   assert small.optim.lr == pytest.approx(6e-4)

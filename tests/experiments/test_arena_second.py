@@ -5,7 +5,7 @@ import collections
 import pytest
 
 from configs.methods import mr_search
-from experiments.arena import arms, hinted, run, second
+from experiments.arena import hinted, plans, run, second
 from searchrl_jax import sft
 from searchrl_jax.run import build
 from searchrl_jax.sweep import core
@@ -13,7 +13,7 @@ from searchrl_jax.sweep import core
 
 @pytest.fixture
 def report(monkeypatch):
-  monkeypatch.setattr(arms.Batch, 'tuned', lambda _, row: row.default)
+  monkeypatch.setattr(plans.Batch, 'tuned', lambda _, row: row.default)
   return second.get_sweep('report')
 
 
@@ -25,10 +25,10 @@ def test_every_claim_has_its_arms_and_seeds(report):
   at = {'report': '', 'stress': 'stress-'}
   for claim in second.SECOND.claims:
     for name in (claim.method, claim.against):
-      assert seeds[at[claim.phase] + name] == arms.REPORTING, claim
-  assert seeds['sspo-others'] == arms.REPORTING
-  assert seeds['sd_search-labels'] == arms.CONTROLS
-  assert seeds['opsd'] == seeds['opsd-others'] == arms.FEW
+      assert seeds[at[claim.phase] + name] == plans.REPORTING, claim
+  assert seeds['sspo-others'] == plans.REPORTING
+  assert seeds['sd_search-labels'] == plans.CONTROLS
+  assert seeds['opsd'] == seeds['opsd-others'] == plans.FEW
 
 
 def test_configs_have_digests_of_their_own(report):
