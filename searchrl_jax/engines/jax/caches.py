@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from searchrl_jax.devices import sharding
+from searchrl_jax.engines.jax import live
 from searchrl_jax.models import attention
 from searchrl_jax.models.decoder import DecoderConfig
 
@@ -23,9 +24,14 @@ def block_size() -> int:
 
 
 def length(max_len: int) -> int:
-  """Positions of a slot's cache: max_len, in whole blocks if above two."""
-  block = block_size()
-  return max_len if max_len <= 2 * block else -(-max_len // block) * block
+  """Positions of a slot's cache: max_len, in whole blocks if above two.
+
+  On an accelerator, in whole blocks of `live`.
+  """
+  block, short = block_size(), max_len
+  if sharding.platform() != 'cpu':
+    short = -(-max_len // live.BLOCK) * live.BLOCK
+  return short if max_len <= 2 * block else -(-max_len // block) * block
 
 
 def like(cfg: DecoderConfig, mesh, axes, shape) -> jax.ShapeDtypeStruct:
@@ -68,15 +74,14 @@ def make(cfg: DecoderConfig, slots: int, max_len: int, mesh=None) -> list:
   return jax.tree.map(zeros, abstract(cfg, slots, max_len, mesh))
 
 
-def attend(cfg, q, k, v, positions, window: int = 0):
+def attend(cfg, q, k, v, positions, window: int = 0, mesh=None):
   """q [B, T, N, H] at positions [B, T] over rows of the caches k and v.
 
   A long cache is read block by block, with a running maximum, up to the last
-  position that any row needs. For a single token an accelerator reads the whole
-  cache, because it would copy each block first and wait for the host between
-  them. A position beyond a row's own changes nothing in that row (a weight of
-  0, a factor of 1), so that a row's result does not depend on the positions of
-  other rows (design 5.10).
+  position that any row needs; for a single token by a kernel on an accelerator,
+  up to that of each row (`live`). A position beyond a row's own changes nothing
+  in that row (a weight of 0, a factor of 1), so that a row's result does not
+  depend on the positions of other rows (design 5.10).
   window: tokens that a token sees, itself included; 0: all before it.
   """
   B, T, N, H = q.shape
@@ -106,7 +111,10 @@ def attend(cfg, q, k, v, positions, window: int = 0):
     w = jnp.exp(s - top)
     return top, jnp.sum(w, -1, keepdims=True), mixed(w, v)
 
-  if T == 1 and sharding.platform() != 'cpu':
+  one = T == 1 and sharding.platform() != 'cpu'
+  if one and live.fits(k, v) and _whole(mesh):
+    total, o = 1.0, _live(cfg, q, k, v, positions, window, time, mesh)
+  elif one:
     # One kernel reads the scores, and writes weights in half precision.
     total, o = 1.0, mixed(jax.nn.softmax(masked(k, 0)), v)
   elif S <= 2 * block:
@@ -130,6 +138,34 @@ def attend(cfg, q, k, v, positions, window: int = 0):
     _, total, o = jax.lax.fori_loop(first, blocks, step, start)
   o = o / total  # last: H numbers a head rather than S
   return o.astype(v.dtype).transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
+
+
+def _whole(mesh) -> bool:
+  """Whether a kernel can be given its part of the heads.
+
+  Not where `sharding.by_rows` leaves an axis to the compiler.
+  """
+  cut = mesh is not None and mesh.shape['tensor'] > 1
+  return not cut or jax.sharding.get_abstract_mesh().empty
+
+
+def _live(cfg, q, k, v, positions, window, time, mesh):
+  def local(q, k, v, positions):
+    how = dict(window=window, time=time, platform=sharding.platform())
+    return live.attend(q[:, :, :, 0], k, v, positions[:, 0], **how)[0]
+
+  if mesh is not None and mesh.shape['tensor'] > 1:
+    names = 'batch', 'kv_heads', None, None
+    part = sharding.spec(mesh, names, k.shape)
+    rows = sharding.spec(mesh, ('batch', None), positions.shape)
+    local = jax.shard_map(
+      local,
+      mesh=mesh,
+      in_specs=(part, part, part, rows),
+      out_specs=part,
+      check_vma=False,
+    )
+  return local(q, k, v, positions)[:, :, :, None]
 
 
 def write(cfg, cache, slots, positions, new, mesh):

@@ -291,7 +291,7 @@ def decode(weights, caches, state, *, cfg, shape, mesh=None):
 
       def attend(q, k, v, cache=cache, window=layer.window):
         new.append(kv.write(cfg, cache, slots, put, (k, v), mesh))
-        return kv.attend(cfg, q, *new[-1], at, window)
+        return kv.attend(cfg, q, *new[-1], at, window, mesh)
 
       x = decoder.block(p, cfg, x, layer.rope, attend, mesh)
     # Whole rows for the draw: its branches may contain no collective. Gathered
