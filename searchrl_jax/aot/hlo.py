@@ -4,7 +4,7 @@ XLA's cost analysis is absent for GPUs and counts the body of a loop once. Here
 every instruction counts as often as the loops around it run.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 import dataclasses
 import functools
 import math
@@ -117,10 +117,17 @@ class Program:
     text: `jax.stages.Compiled.as_text()`.
     unknown: how often a loop of unknown length runs.
     once: whether loops that are in no other one count as one step of theirs.
+    reads: the share of its operands that a kernel of a JAX operation reads.
   """
 
-  def __init__(self, text: str, unknown: int = 1, once: bool = False):
-    self._unknown, self._once = unknown, once
+  def __init__(
+    self,
+    text: str,
+    unknown: int = 1,
+    once: bool = False,
+    reads: Callable[[str], float] = lambda op: 1.0,
+  ):
+    self._unknown, self._once, self._reads = unknown, once, reads
     self.computations: dict[str, dict[str, Instruction]] = {}
     self.entry, current = '', None
     header = re.search(r'\bnum_partitions=(\d+)', text)
@@ -277,6 +284,8 @@ class Program:
         size = min(size, i.nbytes)
       elif i.opcode in _IN_PLACE and not at:
         size = 0
+      if i.target:
+        size = round(size * self._reads(i.op))
       total += size
     root = self._root(i)
     if root.opcode in _IN_PLACE:

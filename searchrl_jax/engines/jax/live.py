@@ -14,7 +14,9 @@ import math
 import jax
 from jax.experimental import pallas as pl
 import jax.numpy as jnp
+import numpy as np
 
+NAME = 'live_attention_'  # of the kernels, before their window
 BLOCK = 128  # positions that are read at once
 _ROWS = 16  # of a tile of a matrix product: G is padded to them
 _PROGRAMS = 512  # that keep a GPU busy
@@ -46,13 +48,22 @@ def attend(q, k, v, positions, *, window=0, time=2, platform, interpret=False):
   G = q.shape[2]
   q = jnp.pad(q, ((0, 0), (0, 0), (0, -G % _ROWS), (0, 0)))
   call = {'gpu': _on_gpu, 'tpu': _on_tpu}[platform]
-  o, counts = call(q, k, v, positions, window, time == 3, interpret)
+  with jax.named_scope(
+    f'{NAME}{window}'
+  ):  # what it reads is not all of k and v
+    o, counts = call(q, k, v, positions, window, time == 3, interpret)
   return o[:, :, :G], counts
+
+
+def share(positions, window: int, S: int) -> float:
+  """The share of a cache of S positions that is read."""
+  first, last = _span(np.asarray(positions), window)
+  return float(np.mean(last - first)) * BLOCK / S
 
 
 def _span(at, window: int):
   """(first, past the last) block of a row that sees up to position `at`."""
-  low = jnp.maximum(at - window + 1, 0) if window else jnp.zeros_like(at)
+  low = jnp.maximum(at - window + 1, 0) if window else 0 * at
   return low // BLOCK, at // BLOCK + 1
 
 
@@ -133,7 +144,6 @@ def _on_gpu(q, k, v, positions, window: int, transposed, interpret):
     ],
     compiler_params=triton.CompilerParams(num_warps=4, num_stages=2),
     interpret=interpret,
-    name='live_attention',
   )(positions, q, k, v)
   # A run without a position that is seen has the weight exp(-inf) = 0.
   weight = jnp.exp(top - jnp.max(top, 2, keepdims=True))
@@ -212,6 +222,5 @@ def _on_tpu(q, k, v, positions, window: int, transposed, interpret):
       dimension_semantics=('parallel', 'parallel', 'arbitrary')
     ),
     interpret=interpret,
-    name='live_attention',
   )(positions, q, k, v)
   return o, counts[:, :, :1, 0]
