@@ -26,10 +26,17 @@ the loop, figures and memory requirements. Arguments:
             frozen_twice: as frozen, but each trajectory of the solver is used
             twice, for as many updates as with a trained proposer; no_verifier;
             golds: RL on gold questions instead (small form; by train.py)
-  reward    of the proposer: 1-acc, intermediate_difficulty, format_only; '' =
-            1-acc at full size, as in their script, intermediate_difficulty in
-            the small form, because there 1-acc teaches the proposer to fool
-            the verifier (README)
+  reward    of the proposer: 1-acc, intermediate_difficulty,
+            linear_difficulty, format_only; '' = 1-acc at full size, as in their
+            script, intermediate_difficulty in the small form, because there
+            1-acc teaches the proposer to fool the verifier (README)
+  hops      that a proposal is asked for: '' = its brief names none; drawn: 1 to
+            4, as 4:3:2:1; or the key of Question.meta that has the number
+            (search_turns in SSP's list). A proposal is compared with those of
+            the step that were asked for as many; what else the number counts
+            for is in config.selfplay.hops
+  path      coefficient of the divergence from a solver that is told how its
+            question came about; 0 = none
   part      of the small form's warm start, 1 to 4; see PARTS
   base      '' = the above; atlas: the world and budgets of configs/atlas.py,
             with a warm start that continues its `skills`
@@ -76,11 +83,29 @@ Differences from SSP's release that affect results (each file has more):
   * a question whose judge failed is left out, and too many failures stop the
     run; a judge without an answer rejects the question;
   * figures are of the last checkpoint: none is selected.
+
+What is not SSP's, and what each leaves out:
+
+  * hops, linear_difficulty and selfplay.hops.term: Dr. Zero (arXiv 2601.07055;
+    facebookresearch/drzero). Its reward is F / 2 + D. D is linear_difficulty
+    with 5 solvers. Of F only the share of the hops that were asked for is left,
+    because a proposal without the rest does not stand: min(h / n, 1) of h
+    searches, or with term='oracle' of the true hops, which Dr. Zero never
+    checks. (There it is (1 + h) / n: a proposer begins with a document, here
+    with an answer.) Advantages are not divided by the spread of the few
+    proposals that were asked for as many hops;
+  * path: pi-Play (arXiv 2604.14054; its code was not read). The teacher is the
+    policy, and reads the thoughts, queries and passages of the proposal behind
+    the question. The reverse KL to it over the policy's 20 likeliest ids, times
+    `path`, is added to the loss of the solver, which is a mean over tokens
+    then. Dummies have no teacher. Small forms have traces of solvers that read
+    such a path.
 """
 
 from ml_collections import ConfigDict
 
 from configs import algorithms, atlas, seven
+from configs.methods import core
 from searchrl_jax import schema
 
 WORLD = dict(play=300, heldout=150)
@@ -131,6 +156,9 @@ PARTS = (
     5e-4,
   ),
 )
+# Of traces whose briefs name a number of hops: how often 1, 2, ... are asked
+# for, and how often a proposal heeds it. The others have fewer.
+ASKED = dict(proposed=(0.4, 0.3, 0.2, 0.1), heeds=0.7)
 # Of the small forms.
 RULES = dict(noise=1, penalty=-0.25, dummy='What is not')
 ARMS = ('ssp', 'frozen', 'frozen_twice', 'no_verifier', 'golds')
@@ -144,6 +172,8 @@ def get_config(arg=None):
     pairing='grpo+reinforce',
     arm='ssp',
     reward='',
+    hops='',
+    path=0.0,
     part=4,
     layout='flashrag',
     folder='',
@@ -198,6 +228,10 @@ def get_config(arg=None):
     c.selfplay.verifier = 'none'
   if a.arm == 'golds':
     _golds(c)
+  if a.hops:
+    _ask_hops(c, a)
+  if a.path:
+    _tell_path(c, a)
   return c
 
 
@@ -207,7 +241,9 @@ def selfplay() -> ConfigDict:
   s.n = 1  # proposals of one answer
   s.tag = 'question'  # the tag around a proposer's question
   s.template = 'micro_proposer'  # of the proposer; its `answer` is the question
-  s.brief = '{answer}'  # its prompt's slot: {answer} {searches} {examples}
+  # Its prompt's slot: {answer} {searches} {examples}. {searches} is the number
+  # of hops that it is asked for, else Question.meta's search_turns.
+  s.brief = '{answer}'
   s.reader = 'micro_evidence'  # the verifier's template
   s.reading = '{evidence}\nQuestion: {question}'  # its prompt's slot
   s.algorithm = ConfigDict(schema.base().algorithm.to_dict())  # the proposer's
@@ -221,10 +257,21 @@ def selfplay() -> ConfigDict:
   s.verifier = 'policy'  # policy; judge: the server of config.judge; none
   s.noise = 4  # bundles of other questions' evidence in the verifier's prompt
   # The proposer's reward.
-  s.reward = '1-acc'  # 1-acc, intermediate_difficulty, format_only
+  # 1-acc, intermediate_difficulty, linear_difficulty, format_only
+  s.reward = '1-acc'
   s.left, s.right = 0.0, 1.0  # of intermediate_difficulty
   s.penalty = 0.0  # reward of an invalid proposal
   s.train_invalid = True  # invalid proposals are in the proposer's batch
+  # Hops that a proposal is asked for.
+  s.hops = ConfigDict()
+  s.hops.asked = ''  # '' = none; drawn; or the key of Question.meta that has it
+  s.hops.shares = (4.0, 3.0, 2.0, 1.0)  # of 1, 2, ... hops; of asked='drawn'
+  s.hops.searched = False  # a proposal needs as many searches
+  # searches, oracle: one that stands earns weight x min(h / n, 1) more, of n
+  # hops and h searches, or h true hops by selfplay.oracle; '' = nothing more
+  s.hops.term = ''
+  s.hops.weight = 0.5
+  s.hops.shuffled = False  # a control: rules and rewards see another's number
   # Slots of invalid proposals.
   s.invalid = 'reuse'  # reuse, dummy, drop
   s.empty_pool = 'dummy'  # dummy, drop: in place of reuse if the pool is empty
@@ -234,7 +281,8 @@ def selfplay() -> ConfigDict:
   s.keep_ratio = 0.0  # share of the pool that is kept, the newest
   s.resample = 0  # maximum rounds of further answers for invalid proposals
   s.min_valid = 1.0  # share of valid slots at which these rounds end
-  s.oracle = ''  # a function of the config, for metrics only; '' = none
+  # A function of the config, for metrics and hops.term; '' = none
+  s.oracle = ''
   return s
 
 
@@ -363,6 +411,33 @@ def _atlas(c, a):
   for one in (c.algorithm, c.selfplay.algorithm):
     one.update(dict(kl='none', kl_coef=0.0))
   c.eval.every = c.train.get_ref('steps')  # before and after
+
+
+def _ask_hops(c, a):
+  s = c.selfplay
+  s.hops.asked = a.hops
+  if s.algorithm.advantage == 'reinforce':
+    s.algorithm.advantage = 'experiments.ssp.game.by_hops'
+  if not a.model:
+    s.brief = '{answer} {searches}'
+    c.sft.data.brief = s.brief
+    _behaviour(c).update(ASKED)
+  if a.base:  # chains of four have to be learnt, and read by the verifier
+    c.sft.data.n, c.sft.steps = 24_000, 1000
+
+
+def _tell_path(c, a):
+  core.make_room(c)
+  c.algorithm.aggregation = 'token'  # which the teacher's distance needs
+  c.teacher.context = 'experiments.ssp.game.told_path'
+  c.teacher.columns.update(k=20, distance='reverse', coef=a.path)
+  if not a.model:
+    _behaviour(c).told = 0.1
+
+
+def _behaviour(c) -> ConfigDict:
+  """Of the small forms' traces."""
+  return c.sft.data.roles if 'roles' in c.sft.data else c.sft.data.mix
 
 
 def _golds(c):

@@ -26,7 +26,11 @@ Arguments:
   algorithm  grpo, ppo, reinforce
   label    majority; controls: golds (the upper bound), random (a uniform choice
            among the different answers), random_vote (a uniform choice among
-           the votes)
+           the votes); votes that are to keep a majority from turning wrong
+           (rewards/guarded.py): found, covered (generated worlds), restrain
+  start    the folder of an evaluation of the start, with samples of each
+           question: steps then say what has changed since, and `restrain` needs
+           it (experiments/ttrl/start.py has the command)
   planted  a control: the share of test-time questions whose top passage is
            contradicted by a planted one (small search form)
   seed
@@ -58,9 +62,19 @@ from searchrl_jax import schema
 BASES = ('search', 'ssrl', 'math', 'atlas')
 LABELS = {
   'majority': 'vote.majority',
+  'found': 'guarded.found',
+  'covered': 'guarded.covered',
+  'restrain': 'guarded.restrain',
   'golds': 'experiments.ttrl.controls.golds',
   'random': 'experiments.ttrl.controls.random',
   'random_vote': 'experiments.ttrl.controls.random_vote',
+}
+# Fields of a label besides those of the vote. Of restrain, ours: 6 of 16 votes
+# against ten different ones have a weight of .83, and a Gaussian of .5 gives
+# them .21. Two votes of 16 that agree by chance are no majority.
+FIELDS = {
+  'covered': dict(cover='experiments.ttrl.coverage.share'),
+  'restrain': dict(centre=1.0, sigma=0.25, penalty=1.0),
 }
 ALGORITHMS = {
   'grpo': algorithms.GRPO
@@ -82,6 +96,7 @@ def get_config(arg=None):
     heldout='',
     algorithm='grpo',
     label='majority',
+    start='',
     planted=0.0,
   )
   for name, known in (
@@ -112,6 +127,23 @@ def get_config(arg=None):
       f'config argument planted={a.planted}: a control of the small form on '
       'search questions; leave base and model out'
     )
+  generated = not a.model and a.base in ('search', 'atlas')
+  if a.label == 'covered' and not generated:
+    raise ValueError(
+      f'config argument label=covered with base={a.base}, model={a.model!r}: '
+      'only questions of the generated worlds can be read (base=search or '
+      'atlas, small form); on others use label=found or restrain'
+    )
+  if a.label == 'found' and a.base in ('math', 'ssrl'):
+    raise ValueError(
+      f'config argument label=found with base={a.base}, where no source is '
+      'searched: use label=restrain'
+    )
+  if a.label == 'restrain' and a.algorithm != 'grpo':
+    raise ValueError(
+      f'config argument label=restrain with algorithm={a.algorithm}: it is an '
+      'advantage of GRPO; use algorithm=grpo'
+    )
   forms = {'search': _search, 'ssrl': _ssrl, 'math': _math, 'atlas': _atlas}
   c = forms[a.base](a)
   c.name = 'ttrl'
@@ -133,9 +165,18 @@ def get_config(arg=None):
         match=c.eval.get_ref('match'),
         # With golds, a question whose votes are all wrong has no label.
         max_abstained=1.0 if a.label == 'golds' else 0.5,
+        **FIELDS.get(a.label, {}),
       )
     )
   )
+  if a.label == 'restrain':
+    c.reward.vote.least = 3 * c.rollout.group // 16
+    c.algorithm.advantage, c.algorithm.advantage_kw = 'given', ConfigDict()
+  if a.start:
+    ((name, asked),) = c.data.train.items()
+    c.data.train[name] = ConfigDict(
+      dict(module='experiments.ttrl.start', of=asked, votes=a.start)
+    )
   return c
 
 

@@ -6,8 +6,8 @@ import pytest
 
 from searchrl_jax import checks, lookup
 from searchrl_jax.data.checks import DataError
+from searchrl_jax.data.core import load_sets
 from searchrl_jax.types import Question
-from searchrl_jax.worlds import atlas
 from tests import tiny
 from tests.conftest import ROOT
 
@@ -57,13 +57,14 @@ METHODS = sorted(
 @pytest.mark.parametrize('name', METHODS)
 def test_every_method_changes_every_base(name):
   module = importlib.import_module(f'configs.methods.{name}')
-  world = atlas.load(world_seed=0, split='train', n=6, train=40, heldout=40)
   for base in ('atlas', f'search_r1,{FULL}'):
     c = module.get_config(f'base={base},seed=4')
     assert (c.name, c.seed) == (name, 4)
     assert c.algorithm.kl == 'none', 'experiments/arena sets it'
     checks.check(c)
-  checks.check_data(module.get_config(), world)
+  c = module.get_config()
+  c.data.world.update(train=40, heldout=40)
+  checks.check_data(c, load_sets(c.data.train, c.data)['atlas'])
   with pytest.raises(ValueError, match="'wieght'"):
     module.get_config('wieght=1')
   # A test of its own, that is deleted with it.

@@ -82,6 +82,15 @@ def make_room(c: ConfigDict) -> None:
   c.batch.tokens = max(c.batch.tokens, longest)
 
 
+def script(c: ConfigDict, **shares: float) -> None:
+  """Sets behaviours of atlas's scripted traces (`worlds.atlas_traces.Mix`).
+
+  For a warm start by the method's own config; other bases stay as they are.
+  """
+  if c.sft.data.get('module') == 'searchrl_jax.worlds.atlas_traces':
+    c.sft.data.update(shares)
+
+
 def set_critic(c: ConfigDict) -> None:
   """Sets the critic's learning rate where the base recipe has none."""
   c.critic.lr = c.critic.lr or (1e-5 if c.model.path else 1e-3)

@@ -80,7 +80,8 @@ class Method:
   controls: name -> fields of the config: 'shuffled' credit says nothing about
   what earned it, 'oracle' credit is exact, 'at_end' comes too late to tell
   turns apart. repeats: further runs of each reporting seed, of a row that
-  claims are against. arg: further arguments of the file. aside: no claim is
+  claims are against. arg: further arguments of the file. start: the row whose
+  config has the traces of its warm start; '' = the batch's. aside: no claim is
   about it; it is not tuned, and has FEW seeds.
   """
 
@@ -89,6 +90,7 @@ class Method:
   claims: tuple[Claim, ...] = ()
   file: str = ''
   arg: str = ''
+  start: str = ''
   aside: bool = False
   fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   controls: Mapping[str, Mapping[str, Any]] = dataclasses.field(
@@ -442,6 +444,13 @@ class Batch:
       for plan in self.pilot() if mix != MIX else ():
         yield plan._replace(name=f'{plan.name}-{mix}', mix=mix)
 
+  def start_of(self, name: str, seed: int) -> ConfigDict:
+    """The config of a warm start: a mixture, `skills`, or a row."""
+    own = [row for row in self.methods if row.start == row.name == name]
+    if not own:
+      return self.start(name, seed)
+    return config(own[0], own[0].default, {}, '', seed)
+
   def config(self, plan: Plan, base: str, seed: int) -> ConfigDict:
     c = config(plan.row, plan.setting, plan.fields, base, seed)
     self.change(c)
@@ -464,15 +473,16 @@ class Batch:
     make, seeds = self.phases[phase]
     plans, warm = [*make()], {}
     if not base:
-      for mix in {'skills': 0} | {plan.mix: 0 for plan in plans}:
-        init = '' if mix == 'skills' else 'skills'
-        warm[mix] = core.Start(functools.partial(self.start, mix), init)
+      starts = {plan.row.start or plan.mix: 0 for plan in plans}
+      for name in {'skills': 0} | starts:
+        init = '' if name == 'skills' else 'skills'
+        warm[name] = core.Start(functools.partial(self.start_of, name), init)
     arms = [
       core.Arm(
         # Phases share a folder, and with it warm starts.
         f'stress-{plan.name}' if phase == 'stress' else plan.name,
         functools.partial(self.config, plan, base),
-        plan.mix if warm else '',
+        (plan.row.start or plan.mix) if warm else '',
         evaluations={'after': _evaluation(plan)},
         seeds=plan.seeds or seeds,
       )

@@ -29,6 +29,7 @@ import pathlib
 from absl import flags
 import pandas as pd
 
+from configs import ssp
 from experiments import common
 from experiments.arena import arms, results, second
 from searchrl_jax import lookup, schema
@@ -136,6 +137,10 @@ def digest(found: core.Sweep, name: str, case: str) -> str:
   """
   config = found.arm(name).config(int(case))
   base, now = records.plain(schema.base()), records.plain(config)
+  # Fields that self-play has gained: runs from before have none.
+  own, neutral = now.get('selfplay', {}), records.plain(ssp.selfplay())
+  if own.get('hops') == neutral['hops']:
+    del own['hops']
   changed = {k: new for k, (_, new) in lookup.differences(base, now).items()}
   text = json.dumps(changed, sort_keys=True)
   return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,7 +1,5 @@
 """The second batch of the arena: teachers, potentials, guidance, attempts.
 
-  python -m experiments.rows --row=experiments.arena.second \\
-    --workdir=runs/second --out=experiments/arena/second/hints.json
   python -m experiments.arena.run --batch=second --phase=assay \\
     --workdir=runs/second
   ... --phase=tune       then confirm, report, stress
@@ -10,18 +8,11 @@ Methods of 2026 that ask the policy, or a copy of it, about what it has sampled,
 and others of that year. Worlds, questions and seeds are those of the first
 batch; a share of the warm start has hints (hinted.py), for all arms. Rows
 without a claim have three seeds and default settings.
-
-The first command trains nothing but the warm start. It has to show that hints
-are worth something to the policy, and those of other questions less: a teacher
-that knows no more cannot teach.
 """
-
-import functools
 
 from ml_collections import ConfigDict
 
 from configs import atlas as recipe
-from experiments import rows
 from experiments.arena import arms, hinted, oracle
 from experiments.arena.arms import FOLDER, Method
 from experiments.arena.verdicts import Claim
@@ -34,7 +25,7 @@ TOKENS = {'mr_search': 3.0}
 _OTHERS = {'others': {'teacher.others': True}}
 
 
-def _start(mix: str, seed: int) -> ConfigDict:
+def start(mix: str, seed: int) -> ConfigDict:
   c = recipe.get_config(f'mix={mix},seed={seed}')
   _taught(c)
   hinted.make_room(c)
@@ -121,6 +112,17 @@ METHODS = (
   _aside('delta', 'clip_delta', 'kind=delta'),
   _aside('simpletir'),
   _aside('self_aligned'),
+  # Rewards of notes; what they are compared with earns exact match.
+  _aside('r_search', arg='outcome=em'),
+  _aside('evinote', arg='outcome=em'),
+  _aside('inforage', arg='outcome=em'),
+  # From warm starts of their own, with a baseline from each.
+  _aside('reseek', start='reseek'),
+  _aside('reseek-plain', 'reseek', 'match=0.0,mismatch=0.0', start='reseek'),
+  _aside('global_rag', start='global_rag'),
+  _aside('global_rag-plain', 'global_rag', 'scale=0.0', start='global_rag'),
+  _aside('co_rewarding', start='co_rewarding'),
+  _aside('grpo-reworded', 'grpo', start='co_rewarding'),
 )
 
 NAMES = arms.FIRST.names
@@ -130,43 +132,11 @@ SECOND = arms.Batch(
   'second.py',
   FOLDER / 'second',
   OWN,
-  start=_start,
+  start=start,
   change=_taught,
   mixes=(arms.MIX,),
 )
 BATCHES = {'first': arms.FIRST, 'second': SECOND}
-
-
-def _start_of(mix: str) -> functools.partial:
-  return functools.partial(_start, mix)
-
-
-def _above(kind: str, what: str) -> rows.Bar:
-  value = lambda at: at('warm', 'after', f'{kind}/{what}').low
-  return rows.Bar(f'{kind}_{what}', value, 0.0, strict=True)
-
-
-ROW = rows.Row(
-  warm={
-    'skills': rows.Start(_start_of('skills')),
-    arms.MIX: rows.Start(_start_of(arms.MIX), 'skills'),
-  },
-  arms=(
-    rows.Arm(
-      'warm',
-      lambda seed: recipe.get_config(f'seed={seed}'),
-      arms.MIX,
-      train=False,
-      evaluations={'after': hinted.measured},
-      seeds=arms.ASSAY[:3],
-    ),
-  ),
-  bars=[
-    _above(kind, what) for kind in hinted.KINDS for what in ('gain', 'specific')
-  ],
-  scores=('own', 'plain', 'other', 'gain', 'specific'),
-  curves={},
-)
 
 
 def get_sweep(arg=None) -> core.Sweep:

@@ -22,7 +22,9 @@ answer:
     <refine> What is Tusa Bal's friend's teacher? </refine>
 
 The vocabulary has no tag for a question: proposer.json takes that of notes. A
-verifier reads the same passages in its prompt, and walks forward.
+verifier reads the same passages in its prompt, and walks forward. So does a
+solver whose prompt has the text of the proposal, but for the tags, behind the
+question (config.teacher): it looks everything up, too.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,7 +35,7 @@ import zlib
 import numpy as np
 
 from experiments.ssp import oracle
-from experiments.ssp.traces import NOTHING
+from experiments.ssp.traces import NOTHING, shown
 from searchrl_jax.data.core import Trace
 from searchrl_jax.types import Passage, Question
 from searchrl_jax.worlds import atlas, atlas_traces, microtraces, microworld
@@ -86,6 +88,13 @@ def backlinks(world: World) -> dict[str, Passage]:
   }
 
 
+def sections(world: World) -> dict[str, Passage]:
+  """Title -> passage, of the corpus."""
+  rows = [(row['id'], *row['contents'].split('\n')) for row in world.corpus]
+  found = [Passage(id, title.strip('"'), text) for id, title, text in rows]
+  return {passage.title: passage for passage in found}
+
+
 def load(
   *, world_seed: int, split: str, train=300, heldout=150, known=40
 ) -> list[Question]:
@@ -109,10 +118,12 @@ def load(
 class Mix:
   """How the traces behave.
 
-  solver, proposer, drill: shares of the traces; the rest is the verifier's.
-  proposed: shares of proposals of 1, 2, ... hops. wrong: of those that name
-  somebody else. absent: of a verifier's questions without an answer in what it
-  reads.
+  solver, proposer, drill, told: shares of the traces; the rest is the
+  verifier's. told: of solvers that read the proposal.
+  proposed: shares of proposals of 1, 2, ... hops; where a brief asks for a
+  number, of the numbers. wrong: of those that name somebody else. absent: of a
+  verifier's questions without an answer in what it reads. heeds: of proposals
+  of as many hops as they are asked for; the others have fewer.
   """
 
   solver: float
@@ -121,6 +132,8 @@ class Mix:
   proposed: Sequence[float]
   wrong: float
   absent: float
+  heeds: float = 1.0
+  told: float = 0.0
 
 
 def traces(
@@ -136,6 +149,7 @@ def traces(
   train=300,
   heldout=150,
   known=40,
+  brief='{answer}',
 ) -> list[Trace]:
   """Returns traces of all roles.
 
@@ -149,6 +163,7 @@ def traces(
     people: of the train split of each world; see `atlas.generate`.
     seed: of the behaviours.
     train, heldout, known: of the run's world; see `atlas.generate`.
+    brief: config.selfplay.brief.
 
   Raises:
     DataError: a world that cannot be generated.
@@ -161,7 +176,7 @@ def traces(
   for i in range(worlds):
     own_seed = microtraces.TRACE_WORLDS + world_seed * 1000 + i
     world = atlas.generate(own_seed, train=people, heldout=40, known=0)
-    writer = _Writer(world, how, np.random.default_rng([seed, i, 31]))
+    writer = _Writer(world, how, np.random.default_rng([seed, i, 31]), brief)
     count = rest * (i + 1) // worlds - rest * i // worlds
     out += [writer.trace() for _ in range(count)]
   return out
@@ -170,8 +185,9 @@ def traces(
 class _Writer:
   """Writes traces of one world's train people."""
 
-  def __init__(self, world: World, mix: Mix, rng):
-    self.mix, self.rng = mix, rng
+  def __init__(self, world: World, mix: Mix, rng, brief: str):
+    self.mix, self.rng, self.brief = mix, rng, brief
+    self.facts, self.sections = world.facts, sections(world)
     own = set(atlas.names('train', False))
     self.leads = leading({n: f for n, f in world.facts.items() if n in own})
     self.passages, self.people = backlinks(world), [*self.leads]
@@ -188,6 +204,8 @@ class _Writer:
       return self.proposer()
     if draw < self.mix.proposer + self.mix.drill:
       return self.drill()
+    if draw < self.mix.proposer + self.mix.drill + self.mix.told:
+      return self.told()
     return self.verifier()
 
   def back(self, answer: str, hops: int) -> list[tuple[str, str]]:
@@ -219,6 +237,9 @@ class _Writer:
 
   def proposer(self) -> Trace:
     hops = 1 + int(self.rng.choice(len(self.mix.proposed), p=self.mix.proposed))
+    asked, heeds = hops, self.mix.heeds
+    if heeds < 1 and hops > 1 and not self.chance(heeds):
+      hops = int(self.rng.integers(1, hops))
     answer = self.one(self.people)
     steps, at, actions, said = self.back(answer, hops), answer, [], answer
     for n in range(len(steps)):
@@ -231,8 +252,28 @@ class _Writer:
     others = [name for name in self.people if name != at]
     start = self.one(others) if wrong else at
     actions.append(('answer', atlas.text('', [start, *path])))
-    question = Question('trace', answer, (answer,))
+    text = self.brief.format(answer=answer, searches=asked, examples='')
+    question = Question('trace', text, (answer,))
     return Trace(question, tuple(actions), not wrong, template=TEMPLATE)
+
+  def told(self) -> Trace:
+    """A solver's, that reads how the question came about."""
+    made = self.proposer()
+    while not made.good:
+      made = self.proposer()
+    text = made.actions[-1][1]
+    at, path = parse(text)
+    actions, said = [], ''
+    for link in path:
+      section = atlas.SECTION[link]
+      actions += [('think', f'{said}find {link}')]
+      actions += [('search', f'{at} {section}')]
+      actions += [('information', (self.sections[f'{at}, {section}'],))]
+      at = self.facts[at][link]
+      said = f'{link} {at}; '
+    actions += [('think', f'{link} {at}'), ('answer', at)]
+    question = Question('trace', f'{text} {shown(made)}', (at,))
+    return Trace(question, tuple(actions))
 
   def verifier(self) -> Trace:
     answer, steps = self.drawn()

@@ -13,6 +13,10 @@ Differences from SSP:
   * an answer is leaked if the question has its words in their order: "no" is
     not in "know". SSP also counts parts of words, and ignores aliases;
   * trajectories with a failed search are excluded from every statistic.
+
+A brief may ask for a number of hops (config.selfplay.hops). It is in the
+question's `meta` as ASKED. What rules, rewards and advantages see is that of
+the trajectory's: the same, or in a control that of another proposal.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,11 +30,14 @@ from ml_collections import ConfigDict
 import numpy as np
 
 from experiments.ssp.pool import Pool
+from searchrl_jax import lookup
 from searchrl_jax.checks import ConfigError
+from searchrl_jax.data.checks import require
 from searchrl_jax.evaluate import health
 from searchrl_jax.learn import advantages, credit
 from searchrl_jax.rewards import core as rewards
 from searchrl_jax.rewards import scores
+from searchrl_jax.rollout.core import trajectory_seed
 from searchrl_jax.text import prompts
 from searchrl_jax.text.env import SearchEnv
 from searchrl_jax.types import SEARCH, Group, Question, Rewards, Trajectory
@@ -50,6 +57,8 @@ REASONS = (
 )
 FAILED = 'failed'  # a service's fault
 DUMMY = 'dummy'  # the source of a question that is none
+DRAWN = 'drawn'  # of config.selfplay.hops.asked
+ASKED, PATH = 'asked', 'path'  # keys of meta
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,20 +131,79 @@ def rng(config: ConfigDict, step: int, what: str) -> np.random.Generator:
 # ---- Questions.
 
 
-def briefs(answers: Sequence[Question], config: ConfigDict) -> list[Question]:
-  """The proposer's prompts: each answer in config.selfplay.brief."""
+def briefs(
+  answers: Sequence[Question], config: ConfigDict, step: int
+) -> list[Question]:
+  """The proposer's prompts: each answer in config.selfplay.brief.
 
-  def brief(q: Question) -> str:
-    return config.selfplay.brief.format(
+  Raises:
+    DataError: see `hops_asked`.
+  """
+  asks = config.selfplay.hops.asked
+
+  def brief(q: Question) -> Question:
+    told = {ASKED: hops_asked(q, config, step)} if asks else {}
+    text = config.selfplay.brief.format(
       answer=q.answers[0],
-      searches=q.meta.get('search_turns', ''),
+      searches=told.get(ASKED, q.meta.get('search_turns', '')),
       examples=q.meta.get('examples', ''),
     )
+    return dataclasses.replace(q, text=text, meta={**q.meta, **told})
 
-  return [dataclasses.replace(q, text=brief(q)) for q in answers]
+  return [brief(q) for q in answers]
 
 
-briefs.needs = ('answers',)
+def _needs(hops) -> tuple[str, ...]:
+  key = hops['asked']
+  return ('answers', *[f'meta.{key}'] * (key not in ('', DRAWN)))
+
+
+briefs.needs = _needs  # by config.selfplay.hops
+
+
+def hops_asked(q: Question, config: ConfigDict, step: int) -> int:
+  """How many hops a proposal about an answer is asked for.
+
+  A draw depends on the run, the step and the answer's id alone.
+
+  Raises:
+    DataError: what Question.meta has is no number above 0, or there are not as
+      many searches.
+  """
+  h, most = config.selfplay.hops, config.env.max_turns
+  if h.asked == DRAWN:
+    seed = trajectory_seed(config.seed, step, q.id, PROPOSER, 0, ASKED)
+    shares = np.array(h.shares, float) / sum(h.shares)
+    return 1 + int(np.random.default_rng(seed).choice(len(shares), p=shares))
+  value = str(q.meta[h.asked]).strip()
+  n = int(value) if value.isdecimal() else 0
+  where = f'question {q.id!r}: meta[{h.asked!r}]={value!r}, which '
+  where += 'config.selfplay.hops.asked names,'
+  require(n > 0, f'{where} is no number of hops above 0')
+  require(
+    n <= most or not h.searched,
+    f'{where} is above config.env.max_turns={most}: no proposal could stand; '
+    'raise the latter, or set selfplay.hops.searched to False',
+  )
+  return n
+
+
+def numbered(
+  groups: Sequence[Group], config: ConfigDict, rng
+) -> Sequence[Group]:
+  """The proposals, each with the number of hops that counts for it.
+
+  rng: deals the numbers to other groups, with selfplay.hops.shuffled.
+  """
+  if not config.selfplay.hops.asked:
+    return groups
+  numbers = [group[0].question.meta[ASKED] for group in groups]
+  if config.selfplay.hops.shuffled:
+    numbers = rng.permutation(numbers).tolist()
+  return [
+    tuple(dataclasses.replace(t, meta={**t.meta, ASKED: n}) for t in group)
+    for group, n in zip(groups, numbers)
+  ]
 
 
 def read(
@@ -144,8 +212,11 @@ def read(
   """A proposal, judged by the rules; `verify` comes later."""
   text = None if trajectory.failed else env.answer(trajectory)
   source = trajectory.question
+  name = f'{source.id}@{step}.{trajectory.sample}'
+  told = text and config.teacher.context
+  meta = {PATH: construction(trajectory, env)} if told else {}
   question = text and Question(
-    f'{source.id}@{step}.{trajectory.sample}', text, source.answers, 'selfplay'
+    name, text, source.answers, 'selfplay', meta=meta
   )
   nothing = env.template.no_results.strip()
   evidence = [text for text in env.retrieved(trajectory) if text != nothing]
@@ -168,13 +239,27 @@ def _reason(trajectory, text, evidence, s) -> str:
   if not any(evidence):
     return 'evidence'
   queries = [found.request.query for found in trajectory.calls(SEARCH)]
-  if len(queries) < s.min_searches:
+  least = trajectory.meta[ASKED] if s.hops.searched else 0
+  if len(queries) < max(s.min_searches, least):
     return 'searches'
   if len(set(queries)) < len(queries):
     return 'repeat'
   if s.answer_unsearched and any(_says(query, answers) for query in queries):
     return 'answer_searched'
   return ''
+
+
+def construction(trajectory: Trajectory, env: SearchEnv) -> str:
+  """How a question came about: thoughts, queries and what they found."""
+  own = {'think': 'policy', 'search': 'policy', 'information': 'environment'}
+  blocks = env.blocks(trajectory)
+  return ' '.join(b.text for b in blocks if own.get(b.kind) == b.author)
+
+
+def told_path(group, returns, env):
+  """Hints of config.teacher: how the question came about; none of a dummy."""
+  del returns, env
+  return [t.question.meta.get(PATH) for t in group]
 
 
 def _says(text: str, answers: Sequence[str]) -> bool:
@@ -225,7 +310,7 @@ def fill(
   s, n = config.selfplay, slots - len(asked)
   reused = pool.draw(n, rng) if s.invalid == 'reuse' else []
   reused = [
-    dataclasses.replace(q, id=f'{q.id}/{i}', meta={'reuse_of': q.id})
+    dataclasses.replace(q, id=f'{q.id}/{i}', meta={**q.meta, 'reuse_of': q.id})
     for i, q in enumerate(reused)
   ]
   left = n - len(reused)
@@ -257,39 +342,90 @@ def rates(groups: Sequence[Group], reward: Rewards) -> dict[str, float]:
   return out
 
 
-def earned(share: float, s: ConfigDict) -> float:
+def earned(share: float, config: ConfigDict) -> float:
   """The proposer's reward for a question that `share` of solvers answered.
 
-  1-acc: 1 - s. intermediate_difficulty: 4 (left + s) (right - s) for
-  0 < s < 1, else 0. format_only: 1.
+  1-acc: 1 - s. format_only: 1. The others are 0 unless 0 < s < 1:
+  intermediate_difficulty: 4 (left + s) (right - s). linear_difficulty:
+  (N - k) / (N - 1) = N (1 - s) / (N - 1), k = s N of the N =
+  config.rollout.group solvers are right: 1 for one of them, 0 for all.
   """
+  s, n = config.selfplay, config.rollout.group
   if s.reward == '1-acc':
     return 1.0 - share
   if s.reward == 'format_only':
     return 1.0
-  inside = 0 < share < 1
-  return 4.0 * (s.left + share) * (s.right - share) if inside else 0.0
+  if not 0 < share < 1:
+    return 0.0
+  if s.reward == 'linear_difficulty':
+    return n * (1.0 - share) / (n - 1)
+  return 4.0 * (s.left + share) * (s.right - share)
+
+
+def hop_term(p: Proposal, h: ConfigDict, oracle) -> float:
+  """What a proposal that stands earns for its hops, see selfplay.hops.term.
+
+  h: config.selfplay.hops. oracle: of term='oracle'; a question that is not
+  valid by it has no hops.
+  """
+  if not h.term:
+    return 0.0
+  made = len(p.trajectory.calls(SEARCH))
+  if h.term == 'oracle':
+    found = oracle.judge(p.question.text, p.question.answers)
+    made = found.hops if found.valid else 0
+  return h.weight * min(made / p.trajectory.meta[ASKED], 1.0)
 
 
 def opposed(
-  proposals: Sequence[Proposal], shares: Mapping[str, float], config: ConfigDict
+  proposals: Sequence[Proposal],
+  shares: Mapping[str, float],
+  config: ConfigDict,
+  oracle=None,
 ) -> Rewards:
   """Rewards of the proposers, one for each proposal.
 
   A proposal that does not stand gets selfplay.penalty, however its slot is
   filled (or is left out, by selfplay.train_invalid). It is not valid if its
   trajectory or all of its solvers failed, or if it exceeded the slots.
+
+  oracle: of selfplay.hops.term='oracle'.
   """
   s, value, valid = config.selfplay, [], []
   for p in proposals:
     if not p.reason:
       share = shares.get(p.question.id)
-      value.append(0.0 if share is None else earned(share, s))
-      valid.append(share is not None)
+      known = share is not None
+      term = hop_term(p, s.hops, oracle)
+      value.append(earned(share, config) + term if known else 0.0)
+      valid.append(known)
     else:
       value.append(s.penalty)
       valid.append(p.reason != FAILED and bool(s.train_invalid))
   return Rewards(np.array(value, np.float32), np.array(valid, bool))
+
+
+def by_hops(values, valid, group_ids, structure):
+  """`advantages.reinforce` among proposals that were asked for as many hops.
+
+  HRPO of Dr. Zero (arXiv 2601.07055), which also divides by the spread: A is R
+  less the mean of the others, 0 for the only proposal of so many hops.
+  """
+  del group_ids
+  asked = [t.meta[ASKED] for t in structure.trajectories]
+  return advantages.rloo(values, valid, asked)
+
+
+def _check_hops(config: ConfigDict, fields) -> None:
+  del fields
+  lookup.require(
+    config.selfplay.hops.asked,
+    'it compares proposals that were asked for as many hops, and config.'
+    "selfplay.hops.asked='' asks for none; use 'drawn', or 'reinforce'",
+  )
+
+
+by_hops.check = _check_hops
 
 
 # ---- Metrics of a step.
@@ -324,7 +460,11 @@ def proposal_metrics(proposals: Sequence[Proposal], oracle) -> dict[str, float]:
   """Counts the reasons of proposals, and describes those that stand.
 
   Proposals that a service failed are counted only as 'no_failed'. The number
-  of values in a mean is 'proposals', 'stand', or 'X_n' for the mean 'X'.
+  of values in a mean is 'proposals', 'stand', or 'X_n' for the mean 'X'. Where
+  briefs ask for hops: 'asked', how many; 'heeded', the share of valid questions
+  that have as many ('hops_n' values); 'stand_asked_2' and 'hops_asked_2', of
+  proposals that were asked for two: the share that stands, and the mean of the
+  true hops.
 
   oracle: judges the questions, only for these metrics; None or '' = unknown.
   """
@@ -344,6 +484,13 @@ def proposal_metrics(proposals: Sequence[Proposal], oracle) -> dict[str, float]:
     'distinct': len(texts) / len(stand) if stand else math.nan,
   }
   out |= {f'no_{r}': reasons.count(r) for r in (*REASONS, FAILED)}
+  asked = lambda p: p.trajectory.question.meta.get(ASKED, 0)
+  numbers = sorted({asked(p) for p in proposals} - {0})
+  if numbers:
+    out['asked'] = mean([asked(p) for p in proposals])
+  for n in numbers:
+    own = [not p.reason for p in proposals if asked(p) == n]
+    out |= {f'stand_asked_{n}': mean(own), f'stand_asked_{n}_n': len(own)}
   judged = [
     (p, oracle.judge(p.question.text, p.question.answers))
     for p in (proposals if oracle else ())
@@ -361,6 +508,12 @@ def proposal_metrics(proposals: Sequence[Proposal], oracle) -> dict[str, float]:
     }
     for hops in range(1, 5):
       out[f'share_{hops}hop'] = sum(v.hops == hops for v in valid) / len(kept)
+    pairs = [(asked(p), v.hops) for p, v in judged if not p.reason and v.valid]
+    if numbers:
+      out['heeded'] = mean([n == hops for n, hops in pairs])
+    for n in numbers:
+      own = [hops for m, hops in pairs if m == n]
+      out |= {f'hops_asked_{n}': mean(own), f'hops_asked_{n}_n': len(own)}
   # How well the verifier tells them apart.
   for name, wanted in (('passes_valid', True), ('passes_wrong', False)):
     seen = [not p.reason for p, v in judged if v.valid == wanted]

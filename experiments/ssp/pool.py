@@ -79,6 +79,7 @@ class Pool:
           'answers': list(q.answers),
           'source': q.source,
           'share': share,
+          **({'meta': dict(q.meta)} if q.meta else {}),
         }
         for name, (q, share) in self._known.items()
       ],
@@ -99,7 +100,13 @@ class Pool:
       )
     self._known = {
       r['id']: (
-        Question(r['id'], r['text'], tuple(r['answers']), r['source']),
+        Question(
+          r['id'],
+          r['text'],
+          tuple(r['answers']),
+          r['source'],
+          meta=r.get('meta', {}),
+        ),
         r['share'],
       )
       for r in state['questions']

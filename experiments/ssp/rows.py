@@ -26,6 +26,12 @@ AT_EDGES = {
   'valid_share': 'proposals',
   'searches': 'proposals',
   'hops': 'hops_n',
+  'heeded': 'hops_n',
+  **{
+    f'{name}_asked_{n}': f'{name}_asked_{n}_n'
+    for name in ('stand', 'hops')
+    for n in range(1, 5)
+  },
   'passes_valid': 'passes_valid_n',
   'passes_wrong': 'passes_wrong_n',
 }

@@ -8,7 +8,7 @@ import operator
 
 from ml_collections import ConfigDict
 
-from experiments.ssp.game import PROPOSER, SOLVER, role_config
+from experiments.ssp.game import DRAWN, PROPOSER, SOLVER, role_config
 from searchrl_jax import checks, lookup
 from searchrl_jax.checks import ConfigError
 from searchrl_jax.learn import credit
@@ -16,11 +16,17 @@ from searchrl_jax.run import build
 
 # Fields of config.selfplay: the values that they may have, or the least one.
 KNOWN = {
-  'reward': ('1-acc', 'intermediate_difficulty', 'format_only'),
+  'reward': (
+    '1-acc',
+    'intermediate_difficulty',
+    'linear_difficulty',
+    'format_only',
+  ),
   'verifier': ('policy', 'judge', 'none'),
   'invalid': ('dummy', 'reuse', 'drop'),
   'empty_pool': ('dummy', 'drop'),
 }
+HOP_TERMS = ('', 'searches', 'oracle')
 LEAST = dict(n=1, noise=0, resample=0, clear_every=0, min_searches=0)
 # Fields of the config: the value that self-play needs, and why.
 NEEDED = {
@@ -120,6 +126,13 @@ def check(config: ConfigDict) -> None:
   ):
     message = f'config.selfplay.{field}={s[field]!r} lacks {needed}'
     lookup.require(needed in s[field], message)
+  _check_hops(config)
+  lookup.require(
+    s.reward != 'linear_difficulty' or config.rollout.group > 1,
+    f'config.rollout.group={config.rollout.group} with selfplay.reward='
+    "'linear_difficulty': one solver is right or wrong, and nothing between; "
+    'use 2 or more',
+  )
   for field, (needed, why) in NEEDED.items():
     value = operator.attrgetter(field)(config)
     message = f'config.{field}={value!r}: self-play needs {needed!r} ({why})'
@@ -146,6 +159,44 @@ def check(config: ConfigDict) -> None:
     not config.critic.lr or any(c.critic.lr for c in learners),
     f'config.critic.lr={config.critic.lr}: neither role has a use for a '
     "critic; set it to 0, or use advantage='gae'",
+  )
+
+
+def _check_hops(config: ConfigDict) -> None:
+  s, most = config.selfplay, config.env.max_turns
+  h, where = s.hops, 'config.selfplay.hops'
+  hint = lookup.near(h.term, HOP_TERMS)
+  lookup.require(h.term in HOP_TERMS, f'{where}.term={h.term!r}: {hint}')
+  used = [name for name in ('searched', 'term', 'shuffled') if h[name]]
+  lookup.require(
+    h.asked or not used,
+    f"{where}.asked='' with {', '.join(used)}: no number of hops is asked for; "
+    'set it to drawn, or to the key of Question.meta that has one',
+  )
+  lookup.require(
+    not h.asked or '{searches}' in s.brief,
+    f'{where}.asked={h.asked!r} with selfplay.brief={s.brief!r}: the proposer '
+    'would not be told how many; put {searches} into the brief',
+  )
+  good = h.shares and all(0 <= x < math.inf for x in h.shares)
+  lookup.require(
+    good and sum(h.shares) > 0,
+    f'{where}.shares={tuple(h.shares)}: shares of 1, 2, ... hops, none below 0 '
+    'and not all 0',
+  )
+  lookup.require(
+    h.asked != DRAWN or not h.searched or len(h.shares) <= most,
+    f'{where}.shares has {len(h.shares)} numbers of hops, searched=True needs '
+    f'as many searches, and config.env.max_turns={most}: raise it',
+  )
+  lookup.require(
+    not h.term or 0 < h.weight < math.inf,
+    f'{where}.weight={h.weight} of term={h.term!r}: above 0',
+  )
+  lookup.require(
+    h.term != 'oracle' or s.oracle,
+    f"{where}.term='oracle' with config.selfplay.oracle='': nothing tells the "
+    "true hops of a question; use 'searches', or a generated world",
   )
 
 

@@ -10,6 +10,11 @@
             share of questions has no answer there, and it says so
   drill     no role: passages, then their statements in another order, which
             teaches to look them up sooner than a statement a trace does
+  told      a solver that the text of the proposal stands before, and that goes
+            all the way (config.teacher; none by default)
+
+Where a brief asks for a number of hops (`brief`), the shares of proposals are
+those of the numbers, and not every proposal has as many.
 
 So all that self-play can select exists, and what it must find is rare.
 """
@@ -33,13 +38,15 @@ FACT_TOKENS = 6  # of a statement in a passage
 class Mix:
   """How the traces behave; all are chances.
 
-  solver, proposer, drill: shares of the traces, the rest is the verifier's.
+  solver, proposer, drill, told: shares of the traces, the rest is the
+  verifier's.
   asked, proposed: of 1, 2, ... hops.
   short: that the solver stops after 1, 2, ... hops though there are more.
   long: that it goes on after the last hop.
   wrong: that a proposal names another person; around: that it asks for who
   points at somebody.
   absent: that the verifier's question has no answer in its evidence.
+  heeds: that a proposal has as many hops as it is asked for, and not fewer.
   """
 
   solver: float
@@ -52,6 +59,8 @@ class Mix:
   wrong: float
   around: float
   absent: float
+  heeds: float = 1.0
+  told: float = 0.0
 
   def __post_init__(self):
     for name, value in vars(self).items():
@@ -60,8 +69,8 @@ class Mix:
     for name in ('asked', 'proposed'):
       shares = getattr(self, name)
       require(abs(sum(shares) - 1) <= 1e-6, f'{name}={shares} must sum to 1')
-    roles = self.solver + self.proposer + self.drill
-    require(roles <= 1, 'solver + proposer + drill must not exceed 1')
+    roles = self.solver + self.proposer + self.drill + self.told
+    require(roles <= 1, 'solver + proposer + drill + told must not exceed 1')
     enough = len(self.short) >= len(self.asked) - 1
     need = 'needs a chance for each hop of asked but the last'
     require(enough, f'short={self.short} {need}')
@@ -79,6 +88,7 @@ def traces(
   verifier: str,
   mix: dict,
   seed: int = 0,
+  brief: str = '{answer}',
 ) -> list[Trace]:
   """Traces of all roles, shuffled.
 
@@ -93,6 +103,7 @@ def traces(
     verifier: template of its traces.
     mix: the fields of `Mix`.
     seed: of the behaviours.
+    brief: config.selfplay.brief.
 
   Raises:
     DataError: a share out of range, or a world that cannot be.
@@ -104,7 +115,7 @@ def traces(
   for i in range(worlds):
     rng = np.random.default_rng([seed, i, 26])
     writer = _Writer(
-      world_seed * 1000 + i, people, rng, mix, bundles, prompt_tokens
+      world_seed * 1000 + i, people, rng, mix, bundles, prompt_tokens, brief
     )
     for _ in range(n * (i + 1) // worlds - n * i // worlds):
       draw = writer.rng.random()
@@ -114,20 +125,31 @@ def traces(
         out.append(dataclasses.replace(writer.proposer(), template=proposer))
       elif draw < mix.solver + mix.proposer + mix.drill:
         out.append(writer.drill())
+      elif draw < mix.solver + mix.proposer + mix.drill + mix.told:
+        out.append(writer.told())
       else:
         out.append(dataclasses.replace(writer.verifier(), template=verifier))
   return out
 
 
+def shown(proposal: Trace) -> str:
+  """What `game.construction` has of a proposal."""
+  texts = []
+  for kind, payload in proposal.actions[:-1]:
+    read = kind == 'information'
+    texts += [p.text for p in payload] if read else [payload]
+  return ' '.join(texts)
+
+
 class _Writer:
   """Writes the traces of one world."""
 
-  def __init__(self, seed, people, rng, mix: Mix, bundles, tokens):
+  def __init__(self, seed, people, rng, mix: Mix, bundles, tokens, brief: str):
     self.world = worlds.warm(worlds.TRACE_WORLDS + seed, people)
     self.oracle = oracle.Oracle(self.world.facts)
     self.people = list(self.world.facts)
     self.rng, self.mix = rng, mix
-    self.bundles, self.tokens = bundles, tokens
+    self.bundles, self.tokens, self.brief = bundles, tokens, brief
 
   def chance(self, p: float) -> bool:
     return self.rng.random() < p
@@ -206,6 +228,9 @@ class _Writer:
 
   def proposer(self) -> Trace:
     hops, mix = self.hops(self.mix.proposed), self.mix
+    asked = hops
+    if mix.heeds < 1 and hops > 1 and not self.chance(mix.heeds):
+      hops = int(self.rng.integers(1, hops))
     answer, steps = self.path(hops)
     if hops == 1 and self.chance(mix.around):
       relation, other = self.one(self.world.facts[answer])
@@ -220,7 +245,25 @@ class _Writer:
     text = worlds.text(name, relations)
     good = good or self.oracle.judge(text, [answer]).valid
     actions.append(('answer', text))
-    return Trace(Question('trace', answer, (answer,)), tuple(actions), good)
+    told = self.brief.format(answer=answer, searches=asked, examples='')
+    return Trace(Question('trace', told, (answer,)), tuple(actions), good)
+
+  def told(self) -> Trace:
+    """A solver's, that reads how the question came about."""
+    met, at = [''], ''
+    while at != met[-1] or not at:  # until it names the one that it found
+      made = self.proposer()
+      text = made.actions[-1][1]
+      at, relations = oracle.parse(text)
+      # Everyone on the way, from the answer on.
+      met = [name for kind, name in made.actions if kind == 'search']
+    actions, said = [], f'find {at}'
+    for relation, value in zip(relations, met[-2::-1], strict=True):
+      actions += self.look_up(said, at)
+      said, at = f'{at} {relation} {value}', value
+    actions += [('think', said), ('answer', at)]
+    question = Question('trace', f'{text} {shown(made)}', (at,))
+    return Trace(question, tuple(actions))
 
   # The verifier.
 

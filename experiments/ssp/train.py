@@ -63,7 +63,7 @@ class Sampler:
     envs: role -> its environment.
     stream: of answers.
     pool: of earlier questions.
-    oracle: see `game.proposal_metrics`.
+    oracle: see `game.proposal_metrics` and `game.hop_term`.
   """
 
   def __init__(self, config: ConfigDict, envs, stream, pool: Pool, oracle):
@@ -120,7 +120,7 @@ class Sampler:
       with self._run.writer.timer('reward'):
         reward[SOLVER] = self._run.signals.run(self._rewards(solved, step))
     shares = game.rates(solved, reward[SOLVER]) if solved else {}
-    reward[PROPOSER] = game.opposed(proposals, shares, config)
+    reward[PROPOSER] = game.opposed(proposals, shares, config, self._oracle)
     new = [shares[q.id] for q in stand if q.id in shares]
     metrics = {
       **sum(self._stats, RolloutStats()).metrics(),
@@ -143,7 +143,9 @@ class Sampler:
     if round_:  # an answer may come again in a step
       answers = [dataclasses.replace(q, id=f'{q.id}+{round_}') for q in answers]
     own = game.role_config(config, PROPOSER).rollout
-    groups = self._play(PROPOSER, game.briefs(answers, config), own)
+    groups = self._play(PROPOSER, game.briefs(answers, config, step), own)
+    rng = game.rng(config, step, f'hops{round_}')
+    groups = game.numbered(groups, config, rng)
     env, reader = self._envs[PROPOSER], self._envs[VERIFIER]
     proposals = [game.read(t, env, config, step) for g in groups for t in g]
     if config.selfplay.verifier != 'none':
@@ -211,11 +213,11 @@ def _train(config, workdir: str) -> dict[str, float]:
   # Data, tokens, environments: everything that can fail early.
   stream = data.open_stream(config.data, config.seed)
   sets = config.data.eval and data.load_sets(config.data.eval, config.data)
-  require_needs([('self-play', game.briefs, {})], stream.questions)
+  require_needs([('self-play', game.briefs, s.hops)], stream.questions)
   rewards.check(config, stream.questions)
   tok = build.tokenizer(config, workdir)
   envs = game.environments(config, tok)
-  briefs = game.briefs(stream.questions, config)
+  briefs = game.briefs(stream.questions, config, 0)
   checks.check_prompts(envs[PROPOSER], briefs)
   asked = [*itertools.chain(*sets.values())]
   checks.check_prompts(envs[SOLVER], asked)

@@ -334,7 +334,7 @@ class Evaluator:
     ]
     flat = [t for group in result.groups for t in group]
     if self.judge is not None:
-      grades = judging.grade(flat, self.env, self.judge, after_em=False)
+      grades = judging.grade(flat, self.env.answer, self.judge, after_em=False)
       with self._phase(f'{self.name} judge'):
         judged, unusable = self.runner(grades)
       if unusable.any():

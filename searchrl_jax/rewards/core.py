@@ -20,8 +20,9 @@ groups. It shares the event loop with the rollouts: what blocks for long goes to
   check_step      f(groups, reward, context, fields), which is called with all
                   groups of all processes and what the function gave them, and
                   may raise
+  needs_judge     True if it asks the judge, which config.judge.url then names
 
-The first two may be functions of the fields.
+`compares_group`, `needs_step` and `needs_judge` may be functions of the fields.
 
   config.reward.em = dict(fn='answer.em', weight=1.0)
   config.reward.format = dict(fn='answer.format_valid', weight=0.2)
@@ -123,7 +124,7 @@ def check(config: ConfigDict, questions: Iterable[Question] = ()) -> None:
       with lookup.of(f'config.reward.{name}', RewardError):
         function.check(config, fields)
     require(
-      not getattr(function, 'needs_judge', False) or config.judge.url,
+      not _is('needs_judge', function, fields) or config.judge.url,
       f'config.reward.{name} needs a judge, but config.judge.url is empty: '
       'set it to the URL of an OpenAI-compatible server',
     )

@@ -12,7 +12,7 @@ replies without a verdict, the answer caused that: it counts as wrong, and as
 """
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 import json
 import re
 
@@ -23,7 +23,6 @@ from searchrl_jax.rewards import scores
 from searchrl_jax.rewards.core import RewardContext, flat
 from searchrl_jax.sources import chat
 from searchrl_jax.sources.chat import ChatError
-from searchrl_jax.text.env import SearchEnv
 from searchrl_jax.types import Group, Rewards, Trajectory
 
 VERDICTS = {'correct': True, 'incorrect': False}
@@ -173,7 +172,7 @@ def _gradable(trajectory: Trajectory) -> bool:
 
 async def grade(
   trajectories: Sequence[Trajectory],
-  env: SearchEnv,
+  answer: Callable[[Trajectory], str | None],
   judge: Judge,
   after_em: bool,
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -185,7 +184,7 @@ async def grade(
 
   Args:
     trajectories: B trajectories.
-    env: reads answers.
+    answer: of a trajectory, the text to judge; None = there is none.
     judge: judges them.
     after_em: an exact match is right, without asking the judge.
   """
@@ -194,10 +193,10 @@ async def grade(
   for i, t in enumerate(trajectories):
     if not _gradable(t):
       continue
-    answer, golds = env.answer(t), t.question.answers
-    out[i] = float(after_em and scores.exact_match(answer, golds))
-    if answer and not out[i]:
-      items[i] = (t.question.text, golds, answer)
+    text, golds = answer(t), t.question.answers
+    out[i] = float(after_em and scores.exact_match(text, golds))
+    if text and not out[i]:
+      items[i] = (t.question.text, golds, text)
   verdicts = await judge.verdicts(items.values())
   for i, verdict in zip(items, verdicts, strict=True):
     if isinstance(verdict, ChatError):
@@ -205,6 +204,22 @@ async def grade(
       verdict = False if unusable[i] else np.nan
     out[i] = verdict
   return out, unusable
+
+
+async def rewarded(
+  groups: Sequence[Group],
+  answer: Callable[[Trajectory], str | None],
+  judge: Judge,
+  after_em: bool,
+) -> Rewards:
+  """The grades of `grade`; its arguments. What has none is not valid.
+
+  Returns:
+    Parts: 'unusable', 1 for answers without a usable verdict.
+  """
+  grades, unusable = await grade(flat(groups), answer, judge, after_em)
+  valid, parts = ~np.isnan(grades), {'unusable': unusable}
+  return Rewards(np.nan_to_num(grades), valid, parts=parts)
 
 
 async def correct(
@@ -222,11 +237,7 @@ async def correct(
   Returns:
     Parts: 'unusable', 1 for answers without a usable verdict.
   """
-  grades, unusable = await grade(
-    flat(groups), context.env, context.judge, after_em
-  )
-  valid, parts = ~np.isnan(grades), {'unusable': unusable}
-  return Rewards(np.nan_to_num(grades), valid, parts=parts)
+  return await rewarded(groups, context.env.answer, context.judge, after_em)
 
 
 def _check_step(groups, reward: Rewards, context: RewardContext, fields):

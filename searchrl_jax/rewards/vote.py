@@ -17,19 +17,29 @@ affect only the parts, never value or valid. Differences from the released code:
 
 Of tied classes, the one with the earliest vote is the label. If the votes lost
 to failed searches could have changed the majority, there is no label.
+
+Agreement also rises where labels turn wrong. What else a step says of its votes
+without golden answers is in the parts of `majority`; `guarded.py` has votes
+that are to prevent it. What the frozen start made of a question may stand in
+`Question.meta['start_votes']`: {label, share (of it among the samples),
+searches (their mean)}; experiments/ttrl/start.py puts it there.
 """
 
 import collections
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
 from searchrl_jax.rewards import equivalence, scores
 from searchrl_jax.rewards.core import RewardContext, require
-from searchrl_jax.types import Group, Question, Rewards
+from searchrl_jax.types import SEARCH, Group, Question, Rewards, Trajectory
 
 # (keys of the votes, None = no vote; question; step) -> key of the label.
 Choose = Callable[[list[str | None], Question, int], str | None]
+# (trajectory, its answer) -> whether it votes.
+Counts = Callable[[Trajectory, str], bool]
+# (keys of the votes, which are trained on, question) -> their rewards.
+Pay = Callable[[list[str | None], np.ndarray, Question], np.ndarray]
 
 
 async def majority(
@@ -53,10 +63,16 @@ async def majority(
 
   Returns:
     Parts, for all N samples that did not fail: abstained, silent (no sample has
-    an answer that can be parsed); for questions with a
-    vote, tie and majority_ratio (share of the label in N); for questions with
-    golden answers, label_accuracy, maj@N, pass@N, pass@M, right (of a sample;
-    ground_truth_ratio in TTRL) and reward_accuracy (of the M).
+    an answer that can be parsed), voting (of a sample: whether it votes),
+    distinct (number of different answers), agreement (share in N of the most
+    frequent one, whether it votes or not); for questions with a vote, tie,
+    majority_ratio (share of the label in N) and ahead (mean searches of those
+    that vote for the label, less those of the others, if there are any); for
+    questions with golden answers, label_accuracy, maj@N, pass@N, pass@M, right
+    (of a sample; ground_truth_ratio in TTRL) and reward_accuracy (of the M).
+    For questions with meta['start_votes'], what changed since the start:
+    gained (agreement), lost (mean searches, those of the start less these) and,
+    with a vote, flipped (whether the label is another).
 
   Raises:
     RewardError: a group of another size.
@@ -127,8 +143,14 @@ def labelled(
   votes: int,
   train: int,
   match: str,
+  counts: Counts | None = None,
+  pay: Pay | None = None,
 ) -> Rewards:
-  """Rewards as in `majority`, with the labels that `choose` returns."""
+  """Rewards as in `majority`, with the labels that `choose` returns.
+
+  counts: which samples with an answer vote; None = all. The others earn 0.
+  pay: what samples earn where there is a label; None = 1 for a vote for it.
+  """
   n = sum(map(len, groups))
   value, valid = np.zeros(n, np.float32), np.zeros(n, bool)
   parts = collections.defaultdict(lambda: np.full(n, np.nan, np.float32))
@@ -142,20 +164,32 @@ def labelled(
     )
     alive = [i for i, t in enumerate(group) if not t.failed]
     answers = [context.env.answer(group[i]) for i in alive]
-    keys = equivalence.keys(answers, match)
+    given = keys = equivalence.keys(answers, match)
+    if counts is not None:
+      keys = [
+        key if key is not None and counts(group[i], answer) else None
+        for i, answer, key in zip(alive, answers, given)
+      ]
     own, at = at + np.array(alive, int), at + votes
-    counts = sorted(keys.count(key) for key in set(keys) - {None})
-    lead = counts[-1] - sum(counts[-2:-1]) if counts else 0
+    sizes = _sizes(keys)
+    lead = sizes[-1] - sum(sizes[-2:-1]) if sizes else 0
     sure = len(alive) == votes or lead > votes - len(alive)
     label = choose(keys, question, context.step) if sure else None
     parts['abstained'][own] = label is None
-    parts['silent'][own] = not counts
-    trained = own[np.array(alive, int) < train]
+    parts['silent'][own] = not _sizes(given)
+    parts['voting'][own] = [key is not None for key in keys]
+    now = np.array(alive, int) < train
+    agrees = np.array([key == label for key in keys], bool)
     if label is not None:
-      valid[trained] = True
-      value[own] = [key == label for key in keys]
+      valid[own[now]] = True
+      value[own] = agrees if pay is None else pay(keys, now, question)
       parts['tie'][own] = not lead
       parts['majority_ratio'][own] = keys.count(label) / votes
+    searches = [len(group[i].calls(SEARCH)) for i in alive]
+    for name, part in _signs(
+      given, agrees, label, searches, question, votes, match
+    ):
+      parts[name][own] = part
     if not any(a.strip() for a in question.answers):
       continue
     golds = question.answers
@@ -168,5 +202,45 @@ def labelled(
       parts[f'maj@{votes}'][own] = scores.maj_at_k(keys, right, votes)
     if label is not None:
       parts['label_accuracy'][own] = label in good
-      parts['reward_accuracy'][trained] = (value[own] == right)[: len(trained)]
+      parts['reward_accuracy'][own[now]] = (agrees == right)[now]
   return Rewards(value, valid, parts=dict(parts))
+
+
+def _sizes(keys: Sequence[str | None]) -> list[int]:
+  """The numbers of votes of the different answers, in increasing order."""
+  return sorted(keys.count(key) for key in {*keys} - {None})
+
+
+def _signs(
+  given: list[str | None],
+  agrees: np.ndarray,
+  label: str | None,
+  searches: Sequence[int],
+  question: Question,
+  votes: int,
+  match: str,
+) -> Iterator[tuple[str, float]]:
+  """What a group shows without golden answers; see the parts of `majority`.
+
+  Args:
+    given: keys of all answers.
+    agrees: bool [samples]: whether a sample votes for the label.
+    label: None = there is none.
+    searches: of each sample.
+    question, votes, match: see `majority`.
+  """
+  if not given:  # a service failed all of them
+    return
+  sizes, made = _sizes(given), np.array(searches, float)
+  agreement = sizes[-1] / votes if sizes else 0.0
+  yield 'distinct', len(sizes)
+  yield 'agreement', agreement
+  if label is not None and 0 < agrees.sum() < len(agrees):
+    yield 'ahead', made[agrees].mean() - made[~agrees].mean()
+  start = question.meta.get('start_votes')
+  if start:
+    yield 'gained', agreement - start['share']
+    yield 'lost', start['searches'] - made.mean()
+    if label is not None:
+      before = [start['label'] or '']
+      yield 'flipped', 1 - equivalence.correct(label, before, match)

@@ -24,6 +24,8 @@ class Sign(NamedTuple):
   """A metric that has gone wrong beyond `factor` x best + `margin`.
 
   alarm: whose sign it is. falls: whether it is bad that the metric falls.
+  also: what must have gone wrong at the same time (of it, alarm and means are
+  not read).
   """
 
   alarm: str
@@ -32,6 +34,11 @@ class Sign(NamedTuple):
   factor: float  # 0: `margin` is a limit, whatever was before
   margin: float
   means: str
+  also: 'Sign | None' = None
+
+  @property
+  def parts(self) -> tuple['Sign', ...]:
+    return (self,) if self.also is None else (self, self.also)
 
 
 _ENTROPY = (
@@ -54,6 +61,10 @@ _EQUAL = (
   'in the other groups all rewards are equal, which teaches nothing; ask other '
   'questions, sample more of each, or add a reward that is not all or nothing'
 )
+_VOTES = (
+  'samples agree more and search less: what they agree on may be what a search '
+  'found on the way. Read some; let evidence vote (rewards/guarded.py)'
+)
 SIGNS = (
   *(
     Sign('entropy', f'{role}/entropy', *limits)
@@ -62,6 +73,16 @@ SIGNS = (
   ),
   *(Sign(alarm, f'health/{name}', *limits) for alarm, name, *limits in _HEALTH),
   Sign('groups', 'train/gradient_groups', True, 0.0, 0.25, _EQUAL),
+  # Of majority votes: against earlier steps, and against what the start made of
+  # the same questions, which no step's mixture of questions can move.
+  Sign(
+    *('votes', 'reward/vote/agreement', False, 1.0, 0.1, _VOTES),
+    also=Sign('votes', 'health/searches', True, 0.85, 0.0, ''),
+  ),
+  Sign(
+    *('votes', 'reward/vote/gained', False, 0.0, 0.05, _VOTES),
+    also=Sign('votes', 'reward/vote/lost', False, 0.0, 0.3, ''),
+  ),
 )
 
 
@@ -73,7 +94,8 @@ class Alarms:
 
   def __init__(self, history: Iterable[Mapping[str, Any]] = ()):
     seen = functools.partial(collections.deque, maxlen=MEMORY + WINDOW)
-    self._seen = {sign: seen() for sign in SIGNS}  # of (step, value)
+    # sign -> for each of its parts, (step, value)
+    self._seen = {sign: [seen() for _ in sign.parts] for sign in SIGNS}
     self._on: set[Sign] = set()
     for metrics in history:
       self(metrics['step'], metrics)
@@ -90,14 +112,18 @@ class Alarms:
     flags: dict[str, float] = {}
     begun = []
     for sign, seen in self._seen.items():
-      value = metrics.get(sign.metric)
-      if value is not None and math.isfinite(value):
-        seen.append((step, value))
-        text = _found(sign, seen)
-        if text and sign not in self._on:
-          begun.append(text)
-        (self._on.add if text else self._on.discard)(sign)
-      if len(seen) >= _least(sign):
+      values = [metrics.get(part.metric) for part in sign.parts]
+      if all(value is not None and math.isfinite(value) for value in values):
+        for column, value in zip(seen, values, strict=True):
+          column.append((step, value))
+        found = [*map(_found, sign.parts, seen)]
+        if all(found) and sign not in self._on:
+          begun.append(
+            f'alarm/{sign.alarm} at step {step}: {", and ".join(found)}: '
+            f'{sign.means}; see docs/diagnostics.md'
+          )
+        (self._on.add if all(found) else self._on.discard)(sign)
+      if len(seen[0]) >= max(map(_least, sign.parts)):
         name = f'alarm/{sign.alarm}'
         flags[name] = max(flags.get(name, 0.0), float(sign in self._on))
     return flags, begun
@@ -109,7 +135,7 @@ def _least(sign: Sign) -> int:
 
 
 def _found(sign: Sign, seen: collections.deque) -> str:
-  """What is wrong, or ''."""
+  """What is wrong with one metric, or ''."""
   if len(seen) < _least(sign):
     return ''
   steps, values = zip(*seen)
@@ -129,7 +155,4 @@ def _found(sign: Sign, seen: collections.deque) -> str:
     at, change = before.index(best), 'fell' if sign.falls else 'rose'
     first = f'steps {steps[at]} to {steps[at + WINDOW - 1]}'
     what = f'{change} from {best:.3g} (median of {first}) to {now:.3g} ({last})'
-  return (
-    f'alarm/{sign.alarm} at step {steps[-1]}: {sign.metric} {what}: '
-    f'{sign.means}; see docs/diagnostics.md'
-  )
+  return f'{sign.metric} {what}'

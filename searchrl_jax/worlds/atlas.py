@@ -40,6 +40,7 @@ whose names are reserved for this in all worlds.
 """
 
 from collections.abc import Collection, Iterator, Sequence
+import dataclasses
 import os
 
 import numpy as np
@@ -285,6 +286,16 @@ def progress(
   return out
 
 
+def reworded(question: Question) -> Question:
+  """The question in other words, with the id 'ID-b'."""
+  first, *rest = question.meta['path']
+  other = text('comparison', (*rest, first))
+  if not question.meta['parallel']:
+    links = (f'the {relation} of ' for relation in reversed(rest))
+    other = f'What is {"".join(links)}{first}?'
+  return dataclasses.replace(question, id=f'{question.id}-b', text=other)
+
+
 def load(
   *,
   world_seed,
@@ -295,6 +306,7 @@ def load(
   heldout=150,
   known=40,
   paths=2,
+  pairs=False,
 ) -> list[Question]:
   """Returns questions of a world, kinds alternating (a data module's `load`).
 
@@ -304,6 +316,8 @@ def load(
     n: total number; 0 = the largest with equally many of each kind.
     kinds: any of KINDS.
     train, heldout, known, paths: see `generate`.
+    pairs: each question is followed by itself in other words (`reworded`), and
+      meta['pair'] of both is the id of the first. n counts the pairs.
 
   Raises:
     DataError: an unknown split or kind, or more questions than there are.
@@ -312,7 +326,11 @@ def load(
   require(good, f'kinds={tuple(kinds)} must be chosen from {KINDS}')
   require(split in SPLITS, f'split={split!r} must be one of {SPLITS}')
   sizes = dict(train=train, heldout=heldout, known=known, paths=paths)
-  return pick(generate(world_seed, **sizes), split, n, kinds)
+  out = pick(generate(world_seed, **sizes), split, n, kinds)
+  if not pairs:
+    return out
+  own = [dataclasses.replace(q, meta={**q.meta, 'pair': q.id}) for q in out]
+  return [each for q in own for each in (q, reworded(q))]
 
 
 def tokenizer(folder: str | os.PathLike) -> str:

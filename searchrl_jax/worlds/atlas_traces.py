@@ -15,6 +15,10 @@ people of a comparison can be looked up in one search:
 
     <search> Mira Dok travel & Kova Len travel </search>  (two passages)
 
+Some methods ask for more: a first thought that plans the look-ups (`planned`),
+a judgement of what a search has found in place of notes (`judged`, for the
+template micro_judge), or questions in other words (`reworded`).
+
 A mixture says how often a trace does something else instead (`Mix`); MIXES has
 them by name. All behave well in form, so that only what they earn tells the
 behaviours apart. Traces are of worlds other than the run's, except for facts
@@ -36,6 +40,11 @@ from searchrl_jax.worlds import atlas, microtraces, microworld
 
 PACKED = 4  # facts stated in one trace
 SEPARATOR = ' & '  # of queries, in the template micro_notes
+# Of steps of a plan: the second needs the first, or does not.
+THEN, BESIDE = '; ', ' & '
+# A search has found a supporting passage, or none.
+JUDGED = 'found', 'no'
+WRONG = 0.25  # of judgements, and of plans for several look-ups
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +63,9 @@ class Mix:
   recall: float  # a known fact: answers from memory
   note: float  # what it has read stands in a note
   split: float  # a comparison: both look-ups in one search
+  planned: float = 0.0  # thinks of all look-ups first; a WRONG share lacks one
+  judged: float = 0.0  # an observation is judged, a WRONG share falsely
+  reworded: float = 0.0  # the question is asked in other words
 
 
 # fmt: off
@@ -95,6 +107,9 @@ def traces(
   train=300,
   heldout=150,
   known=40,
+  planned=0.0,
+  judged=0.0,
+  reworded=0.0,
 ) -> list[Trace]:
   """Returns traces on train questions of several worlds, and stated facts.
 
@@ -109,13 +124,18 @@ def traces(
     turns: searches of a trace, at most (config.env.max_turns).
     people: of the train split of each world; see `atlas.generate`.
     train, heldout, known: of the run's world; see `atlas.generate`.
+    planned, judged, reworded: see `Mix`. With `judged` there are no notes,
+      whose tags the judgements have.
 
   Raises:
     DataError: a number is out of range, or a world cannot be generated.
   """
   require(mix in MIXES, f'mix={mix!r}: {lookup.near(mix, MIXES)}')
   require(turns >= 4, f'turns={turns} must be 4 or more, for four hops')
-  behaviour, told = MIXES[mix], int(n * stated) if known else 0
+  told = int(n * stated) if known else 0
+  more = dict(planned=planned, judged=judged, reworded=reworded)
+  more |= dict(note=0.0) if judged else {}
+  behaviour = dataclasses.replace(MIXES[mix], **more)
   asked = (n - told) // len(atlas.KINDS) if known else 0
   rest, out = n - told - asked, []
   require(1 <= worlds <= rest, f'n={n} traces of worlds={worlds}: too few')
@@ -195,19 +215,29 @@ class _Script:
     self.actions: list = []
     self.notes: list[str] = []
     self.good = True
+    self.opening = ''  # the first thought; '' = as others
 
   def chance(self, p: float) -> bool:
     return self.rng.random() < p
 
+  def may(self, p: float) -> bool:
+    """`chance`, without a draw where there is none."""
+    return p > 0 and self.chance(p)
+
   def trace(self, question: Question) -> microtraces.Script:
     mix, facts = self.mix, question.meta['facts']
     known, parallel = question.meta['known'], question.meta['parallel']
+    self.supporting = question.supporting
+    if self.may(mix.reworded):
+      question = atlas.reworded(question)
     self.spare = self.turns - len(facts)  # searches that it may waste
     if known and self.chance(mix.recall):
       self.say('think', _known(*facts[0]))
       return self.answer(question, facts[0][-1])
     if not known and self.chance(mix.guess):
       return self.guess(question)
+    if self.may(mix.planned):
+      self.opening = self.plan([r for _, r, _ in facts], parallel)
     hops = [([person], *rest) for person, *rest in facts]
     if parallel and self.chance(mix.split):
       hops = [([person for person, *_ in facts], *facts[-1][1:])]
@@ -252,6 +282,11 @@ class _Script:
         return False
     return names <= (yield from self.look_up(read, relation, people, '{0} {2}'))
 
+  def plan(self, relations: list[str], parallel: bool) -> str:
+    if len(relations) > 1 and self.chance(WRONG):
+      relations = relations[:-1]
+    return (BESIDE if parallel else THEN).join(relations)
+
   def spend(self) -> None:
     self.spare -= 1
     self.good = False
@@ -267,7 +302,8 @@ class _Script:
 
     query: a format of person, relation, section and first name.
     """
-    section, thought = atlas.SECTION[relation], f'find {relation}'
+    section = atlas.SECTION[relation]
+    thought, self.opening = self.opening or f'find {relation}', ''
     queries = dict.fromkeys(
       query.format(person, relation, section, person.split()[0])
       for person in people
@@ -282,6 +318,10 @@ class _Script:
     self.say('think', thought)
     self.say('search', SEPARATOR.join(queries))
     self.say('information', found)
+    if self.may(self.mix.judged):
+      useful = any(passage.id in self.supporting for passage in found)
+      right = not self.chance(WRONG)
+      self.say('judge', JUDGED[0 if useful == right else 1])
     self.notes.append(read or thought)
     return {passage.title for passage in found}
 
@@ -294,7 +334,7 @@ class _Script:
       question,
       tuple(self.actions),
       self.good,
-      blocks=('refine',),
+      blocks=('judge' if self.mix.judged else 'refine',),
       notes=tuple(self.notes),
     )
 

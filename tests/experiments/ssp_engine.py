@@ -36,7 +36,7 @@ class Scripted(JaxEngine):
 
 def propose(text: str) -> str:
   """Two searches and a one-hop question; every fourth answer gets none."""
-  answer = text.partition('\n')[0].removeprefix('answer: ')
+  answer = re.match(r'answer: (\w+ \w+)', text)[1]
   seen = text.count('<information>')
   relation, other = (
     re.search(_FACT.format(answer), text).groups() if seen else ('', answer)

@@ -30,7 +30,9 @@ def test_every_claim_has_its_arms_and_seeds(report):
 
 
 def test_configs_have_digests_of_their_own(report):
-  made = {a.name: run.digest(report, a.name, '0') for a in report.arms}
+  made = {
+    a.name: (a.warm, run.digest(report, a.name, '0')) for a in report.arms
+  }
   assert len({*made.values()}) == len(made)
 
 
@@ -59,7 +61,7 @@ def test_half_of_the_traces_have_hints_and_fit(traces):
   env = hinted._environment()
   told = [t for t in traces if not t.question.text.endswith('?')]
   assert len(traces) - len(told) == 60 and 50 <= len(told) <= 60
-  config = second._start('even', 0)
+  config = second.start('even', 0)
   limit = config.env.max_tokens
   roomy = type(env)(
     env.tokenizer, env.template, config.env, env.prompt_mode, env.k

@@ -166,7 +166,7 @@ def test_golds_of_a_list_are_told_as_the_first_and_accepted_as_any():
     meta={'search_turns': 3, 'examples': '1. Who? {a}\n2. <search> What?'},
   )
   c = config(brief='A: {answer}, {searches}\n{examples}')
-  (told,) = game.briefs([listed], c)
+  (told,) = game.briefs([listed], c, 0)
   assert told.text == 'A: Hahn, 3\n1. Who? {a}\n2. <search> What?'
   assert told.answers == listed.answers
   # The examples are outside text: no tag of theirs acts.
@@ -184,18 +184,21 @@ def test_golds_of_a_list_are_told_as_the_first_and_accepted_as_any():
     ('1-acc', [1.0, 0.8, 0.6, 0.4, 0.2, 0.0]),
     # 4 s (1 - s), and nothing at the ends: 0.64, 0.96, 0.96, 0.64.
     ('intermediate_difficulty', [0.0, 0.64, 0.96, 0.96, 0.64, 0.0]),
+    # (5 - k) / 4 for 0 < k < 5.
+    ('linear_difficulty', [0.0, 1.0, 0.75, 0.5, 0.25, 0.0]),
     ('format_only', [1.0] * 6),
   ],
 )
 def test_the_proposer_earns_what_the_solver_does_not(how, expected):
   c = config(reward=how)
-  found = [game.earned(k / 5, c.selfplay) for k in range(6)]
+  c.rollout.group = 5
+  found = [game.earned(k / 5, c) for k in range(6)]
   assert found == pytest.approx(expected)
 
 
 def test_bounds_of_difficulty_count():
-  s = config(reward='intermediate_difficulty', left=0.1, right=1.2).selfplay
-  assert game.earned(0.5, s) == pytest.approx(4 * 0.6 * 0.7)
+  c = config(reward='intermediate_difficulty', left=0.1, right=1.2)
+  assert game.earned(0.5, c) == pytest.approx(4 * 0.6 * 0.7)
 
 
 def test_invalid_questions_earn_the_penalty_whatever_fills_their_slot():

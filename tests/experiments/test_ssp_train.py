@@ -486,3 +486,81 @@ def test_the_sampler_is_the_solvers(url, tmp_path, monkeypatch, fields):
   assert len(kept['solver']) == 4 * fields['group'] and checked == [4]
   trees = fields['sampler'] == 'tree'
   assert all(('path' in r.trajectory.meta) == trees for r in kept['solver'])
+
+
+# One hop whatever is asked for; two searches, so three hops are too many.
+HOPS = {
+  'selfplay.brief': '{answer} {searches}',
+  'selfplay.hops.asked': 'drawn',
+  'selfplay.hops.shares': (1.0, 1.0, 1.0),
+  'selfplay.hops.searched': True,
+  'selfplay.hops.term': 'oracle',
+  'selfplay.reward': 'linear_difficulty',
+  'selfplay.algorithm.advantage': 'experiments.ssp.game.by_hops',
+  'env.max_turns': 3,
+  'rollout.questions': 8,
+  'teacher.context': 'experiments.ssp.game.told_path',
+  'teacher.columns.k': 8,
+  'algorithm.aggregation': 'token',
+  'batch.lengths': (192, 384),
+  'train.steps': 2,
+}
+
+
+def test_hops_are_asked_for_counted_and_told(url, tmp_path):
+  config = tiny(url, **HOPS)
+  train.train(config, str(tmp_path))
+  steps = lines(tmp_path / 'metrics.jsonl')
+  assert sum(s['selfplay/no_searches'] for s in steps) > 1
+  assert all(1 < s['selfplay/asked'] < 3 for s in steps)
+  assert all(s['solver/teacher_rows'] > 0 for s in steps)
+  assert not any('proposer/teacher_rows' in s for s in steps)
+  kept = [*records.read(tmp_path / 'trajectories')]
+  earned, stood = {}, set()
+  for r in kept:
+    if '@' in r.trajectory.question.id:
+      name = r.step, r.trajectory.question.id
+      earned.setdefault(name, []).append(r.reward)
+  for r in kept:
+    t = r.trajectory
+    if t.role != 'proposer':
+      continue
+    n = t.meta['asked']
+    assert t.question.text.endswith(f' {n}') and t.question.meta['asked'] == n
+    values = earned.get((r.step, f'{t.question.id}@{r.step}.{t.sample}'))
+    if values is None:
+      assert r.reward == pytest.approx(-0.25)
+      continue
+    # Of two solvers: 2 (1 - 1/2) / (2 - 1) if one is right, and one hop of n.
+    assert len(values) == 2
+    difficulty = 1.0 if sum(values) == 1 else 0.0
+    assert r.reward == pytest.approx(difficulty + 0.5 / n)
+    stood.add(n)
+  assert stood == {1, 2}
+
+
+def test_a_number_that_does_not_count_is_asked_for_all_the_same(url, tmp_path):
+  fields = {'selfplay.hops.shuffled': True, 'train.steps': 1}
+  train.train(tiny(url, **HOPS | fields), str(tmp_path))
+  kept = [r.trajectory for r in records.read(tmp_path / 'trajectories')]
+  own = [t for t in kept if t.role == 'proposer']
+  told = [t.question.meta['asked'] for t in own]
+  counted = [t.meta['asked'] for t in own]
+  assert told != counted and sorted(told) == sorted(counted)
+  assert [t.question.text[-1] for t in own] == [str(n) for n in told]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize('nth', [3, 4])  # before and between the updates
+def test_resume_with_hops_and_paths_is_bitwise(url, tmp_path, nth):
+  fields = {'selfplay.hops.shuffled': True, 'selfplay.reuse_threshold': 1.0}
+  config = tiny(url, **HOPS | fields)
+  train.train(config, str(tmp_path / 'whole'))
+  with killed_at(nth):
+    train.train(config, str(tmp_path / 'killed'))
+  train.train(config, str(tmp_path / 'killed'))
+  found = [params_of(config, tmp_path / name) for name in ('whole', 'killed')]
+  assert same(*found)
+  pools = [pool_of(config, tmp_path / name) for name in ('whole', 'killed')]
+  assert pools[0] == pools[1]
+  assert all(q['meta']['path'] for q in pools[0]['questions'])

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from configs import ttrl
-from experiments.ttrl import arithmetic, mathematics, planted, rows
+from experiments.ttrl import arithmetic, mathematics, planted, rows, start
 from searchrl_jax import checks, sft, train
 from searchrl_jax.data import core as data
 from searchrl_jax.data.checks import DataError
@@ -44,6 +44,13 @@ WORLD = dict(train=60, heldout=20, relations=4)
     ('label=golds', 16, 8, 'text'),
     ('label=random,seed=2', 16, 8, 'text'),
     ('planted=0.15', 16, 8, 'text'),
+    ('label=found', 16, 8, 'text'),
+    ('label=covered', 16, 8, 'text'),
+    ('label=restrain', 16, 8, 'text'),
+    ('base=atlas,label=covered', 16, 8, 'text'),
+    ('base=math,label=restrain', 16, 8, MATH),
+    ('model=m,label=found', 64, 32, 'text'),
+    ('model=m,base=math,path=x,label=restrain,start=y', 64, 32, MATH),
     ('algorithm=ppo', 16, 8, 'text'),
     ('model=m,base=math,path=AIME-TTT', 64, 32, MATH),
     ('model=m,base=search', 64, 32, 'text'),
@@ -56,7 +63,8 @@ def test_every_form_is_one_that_can_run(arg, votes, trained, match):
   checks.check(c)
   vote = c.reward.vote
   assert (vote.votes, vote.train, vote.match) == (votes, trained, match)
-  golds = [Question('q', 'who?', ('x',))]
+  start = {'start_votes': dict(label='x', share=0.5, searches=1.0)}
+  golds = [Question('q', 'who?', ('x',), meta=start)]
   rewards.check(c, golds)
   if vote.fn == 'vote.majority':
     rewards.check(c, [dataclasses.replace(golds[0], answers=())])
@@ -74,6 +82,11 @@ def test_every_form_is_one_that_can_run(arg, votes, trained, match):
     ('path=x', "path='x'"),
     ('planted=0.1,base=math', 'planted=0.1'),
     ('heldout=AMC', "heldout='AMC'"),
+    ('base=math,label=found', 'label=found with base=math'),
+    ('base=ssrl,label=found', 'label=found with base=ssrl'),
+    ('model=m,label=covered', "label=covered with base=search, model='m'"),
+    ('base=math,label=covered', 'label=covered with base=math'),
+    ('label=restrain,algorithm=ppo', 'label=restrain with algorithm=ppo'),
   ],
 )
 def test_arguments_that_cannot_be_are_named(arg, says):
@@ -422,3 +435,26 @@ def test_each_step_says_how_good_the_labels_are(runs):
     assert step.keys() & known == {
       f'reward/vote/{n}' for n in ('majority_ratio', 'abstained', 'tie')
     }
+
+
+@pytest.mark.long
+def test_restrain_trains_with_the_votes_of_the_start(runs):
+  c = tiny('own')
+  vote = ttrl.get_config('base=math,label=restrain').reward.vote.to_dict()
+  c.reward = ConfigDict(dict(vote=vote | dict(votes=4, train=2, least=2)))
+  c.algorithm.advantage, c.algorithm.advantage_kw = 'given', ConfigDict()
+  c.train.init = str(runs / 'warm')
+  start.train(c, str(runs / 'restrain'))
+  asked = c.data.train.test
+  known = start.read_votes(asked.votes)
+  assert len(known) == 8 and all(0 <= v['share'] <= 1 for v in known.values())
+  steps = [s for s in lines(runs / 'restrain/metrics.jsonl') if s['step'] >= 0]
+  assert len(steps) == 2
+  for step in steps:
+    # The first step is the start's own: other samples of the same policy.
+    assert {f'reward/vote/{x}' for x in ('gained', 'lost')} <= step.keys()
+  # Without them, it does not begin.
+  c.data.train = tiny('own').data.train
+  with pytest.raises(ValueError, match='start_votes.*config.reward.vote'):
+    train.train(c, str(runs / 'other'))
+  assert not (runs / 'other' / 'config.json').exists()

@@ -209,6 +209,13 @@ def test_golden_reinforce():
   np.testing.assert_allclose(got, [-0.5, -1.75, -1.75, 0.75, 3.25], rtol=1e-6)
 
 
+def test_golden_given():
+  """What is an advantage already stays, equal values and lone rows too."""
+  values, ok = np.array([-0.5, -0.5, np.nan, 2]), np.array([1, 1, 0, 1], bool)
+  got = advantages.given(values, ok, np.array([0, 0, 0, 1]))
+  assert got.tolist() == [-0.5, -0.5, 0, 2] and got.dtype == np.float32
+
+
 def test_golden_batch_deviations():
   # Groups 1 0 | 4 0 0 2: means 1/2 and 3/2; centred 1/2 -1/2 | 5/2 -3/2 -3/2
   # 1/2. Returns: mean 7/6, squares 1 + 16 + 4 = 21, so that the sum of squared

@@ -105,6 +105,7 @@ def test_every_array_has_who_takes_it():
     'gae': ('mask', 'critic'),
     'turn_normalised': ('mask', 'structure'),
     'distilled': ('delta',),
+    'given': (),
     'zero': (),
   }
 

@@ -9,7 +9,8 @@ import functools
 from ml_collections import ConfigDict
 
 from searchrl_jax.rewards import core
-from searchrl_jax.types import Question
+from searchrl_jax.text.states import Search
+from searchrl_jax.types import Passage, Question, SearchResult
 from tests import fakes, scripted
 
 ENV = scripted.make(
@@ -29,6 +30,20 @@ def says(text) -> str:
 def attempt(*turns, sample=0, question=QUESTION):
   state, _ = scripted.play(ENV, turns, question=question)
   return ENV.trajectory(state, sample)
+
+
+def reads(env, turns, found, sample=0, question=QUESTION):
+  """An attempt whose nth search finds the nth of `found`, ids of passages."""
+  state, action = env.reset(question)
+  turns, found = iter(turns), iter(found)
+  while state.end is None:
+    if isinstance(action, Search):
+      passages = tuple(Passage(i, i, f'text of {i}') for i in next(found))
+      event = [SearchResult(r, passages) for r in action.requests]
+    else:
+      event = scripted.sample(env, action, next(turns))
+    state, action = env.step(state, event)
+  return env.trajectory(state, sample)
 
 
 @functools.cache

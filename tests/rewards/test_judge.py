@@ -376,7 +376,7 @@ def test_an_evaluation_has_verdicts_beside_its_scores():
 
   async def verdicts(url):
     judges = judge.Judge(config(url, max_failed=0.5))
-    return (await judge.grade(asked, ENV, judges, after_em=False))[0]
+    return (await judge.grade(asked, ENV.answer, judges, after_em=False))[0]
 
   with chat_server.serve(
     by_answer(annie=verdict('correct'), bob=verdict('incorrect'), eve=500)

@@ -9,7 +9,7 @@ import pytest
 
 from searchrl_jax import schema
 from searchrl_jax.rewards import core, vote
-from searchrl_jax.types import Question
+from searchrl_jax.types import Question, SearchRequest, SearchResult
 from tests.fakes import make_env, run_script
 
 MATH = 'experiments.ttrl.mathematics.equal'
@@ -79,6 +79,42 @@ def test_golden_votes():
     found.parts['v/reward_accuracy'], [0, 0, 0, np.nan, np.nan]
   )
   assert part(found, 'tie') == part(found, 'abstained') == [0] * 5
+
+
+def test_golden_signs_without_golden_answers():
+  start = {'label': 'ann', 'share': 0.3, 'searches': 2.5}
+  with_start = group('Bob', 'Ann', 'bob', None, start_votes=start)
+  without = group('Cy', 'Cy', 'Cy', 'Cy', id='p')
+  # Searches of the first group: 1, 3, 2 and 0.
+  made = [searches(n) for n in (1, 3, 2, 0)]
+  with_start = tuple(
+    dataclasses.replace(t, searches=s) for t, s in zip(with_start, made)
+  )
+  found = voted(with_start, without)
+  nan = [np.nan] * 4
+  want = {
+    'distinct': [2] * 4 + [1] * 4,
+    'agreement': [2 / 4] * 4 + [1] * 4,
+    'voting': [1, 1, 1, 0] + [1] * 4,
+    # Bob (1 + 2) / 2, the others (3 + 0) / 2; of one answer there are none.
+    'ahead': [0] * 4 + nan,
+    'gained': [0.5 - 0.3] * 4 + nan,
+    'lost': [2.5 - 6 / 4] * 4 + nan,
+    'flipped': [1] * 4 + nan,
+  }
+  for name, column in want.items():
+    np.testing.assert_allclose(found.parts[f'v/{name}'], column, rtol=1e-6)
+  same = group('Bob', 'ann', 'Ann', None, start_votes=start)
+  assert part(voted(same), 'flipped') == [0] * 4
+  silent = group(None, None, start_votes={**start, 'label': None})
+  found = voted(silent, group('x', 'x', id='p'))
+  assert part(found, 'lost')[:2] == [2.5] * 2
+  assert 'v/flipped' not in found.parts
+
+
+def searches(n):
+  request = SearchRequest('who', 1)
+  return tuple(SearchResult(request, ()) for _ in range(n))
 
 
 def test_a_tie_goes_to_the_earliest_vote_and_is_counted():

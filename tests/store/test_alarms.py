@@ -118,6 +118,51 @@ def test_groups_that_teach_nothing_are_named_once():
   assert on == list(range(8, 16))
 
 
+VOTES = {
+  # What was before alone, and what the start made of the same questions.
+  'of the run': ('reward/vote/agreement', 'health/searches', (0.4, 3.0)),
+  'of the start': ('reward/vote/gained', 'reward/vote/lost', (0.0, 0.0)),
+}
+
+
+@pytest.mark.parametrize('name', VOTES)
+def test_agreement_that_rises_as_searches_fall_is_named(name):
+  agreement, searches, (a, b) = VOTES[name]
+  down = -1 if 'lost' in searches else 1
+
+  def lines(agrees: float, loses: float):
+    """Steps from 10 on change by so much each."""
+    for t in range(24):
+      n = max(t - 9, 0)
+      yield {
+        'step': t,
+        agreement: a + agrees * n,
+        searches: b - down * loses * n,
+      }
+
+  begun, flags = run(lines(0.03, 0.1))
+  ((step, text),) = begun
+  assert 10 < step < 22 and text.startswith(f'alarm/votes at step {step}: ')
+  assert f'{agreement} ' in text and f', and {searches} ' in text
+  on = [t for t, f in enumerate(flags) if f.get('alarm/votes')]
+  assert on == list(range(step, 24))
+  # Either alone is what learning does.
+  assert run(lines(0.03, 0.0))[0] == [] and run(lines(0.0, 0.1))[0] == []
+  # A step that lacks one of the two says nothing, and is not half remembered.
+  gaps = [{'step': t, agreement: 0.9} for t in range(24)]
+  assert run(gaps) == ([], [{}] * 24)
+
+
+def test_the_start_shows_it_within_the_first_steps():
+  """There is no earlier step that the votes of the start have to wait for."""
+  lines = [
+    {'step': t, 'reward/vote/gained': 0.2, 'reward/vote/lost': 0.5}
+    for t in range(8)
+  ]
+  begun, _ = run(lines)
+  assert [step for step, _ in begun] == [alarms.WINDOW - 1]
+
+
 def test_steps_without_a_value_are_skipped():
   """No trajectory was right, or the mean is not finite."""
   lines = [*history(60, **{'health/logp_right': lambda t: -0.25 - 0.1 * t})]

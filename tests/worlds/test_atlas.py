@@ -1,5 +1,6 @@
 """The atlas: what a question promises, its traces keep."""
 
+import asyncio
 import collections
 import dataclasses
 import hashlib
@@ -10,11 +11,12 @@ import sys
 import pytest
 
 from configs import atlas as recipe
-from configs.methods import contexts
+from configs.methods import contexts, reseek
 from searchrl_jax import checks, sft
 from searchrl_jax.data.checks import DataError
 from searchrl_jax.data.core import load_sets
 from searchrl_jax.learn import batching
+from searchrl_jax.rewards import core as rewards
 from searchrl_jax.run import build
 from searchrl_jax.text.tokenizer import load as load_tokenizer
 from searchrl_jax.types import Passage
@@ -278,6 +280,69 @@ def test_mixtures_behave_as_they_say(mix):
   both = [t for t in both if actions(t, 'search')]
   split = [t for t in both if ' & ' in ''.join(actions(t, 'search'))]
   assert rate(split, both) == pytest.approx(how.split, abs=0.1)
+
+
+def behaving(**shares):
+  sizes = dict(worlds=1, n=300, people=60, known=0)
+  return atlas_traces.traces(world_seed=1, mix='even', **sizes, **shares)
+
+
+def test_traces_judge_what_a_search_has_found(tmp_path):
+  c = reseek.get_config()
+  del c.reward.em
+  env = build.environment(c, load_tokenizer(atlas.tokenizer(tmp_path)))
+  found, right = behaving(judged=1.0), []
+  for trace in found:
+    judged = []
+    for (kind, read), (then, said) in zip(trace.actions, trace.actions[1:]):
+      if kind == 'information':
+        useful = any(p.id in trace.question.supporting for p in read)
+        judged.append(said == ('found' if useful else 'no'))
+        assert then == 'judge'
+    assert sum(kind == 'judge' for kind, _ in trace.actions) == len(judged)
+    right.append(judged)
+  every = [ok for judged in right for ok in judged]
+  assert sum(every) / len(every) == pytest.approx(0.75, abs=0.06)
+  # The reward reads them as they were meant.
+  rendered = [sft.render(t, env, i) for i, t in enumerate(found)]
+  pairs = [(t, judged) for t, judged in zip(rendered, right) if t is not None]
+  assert len(pairs) > 0.97 * len(found)
+  played, right = zip(*pairs)
+  context = rewards.RewardContext(env=env)
+  earned = asyncio.run(rewards.combine(c.reward, [played], context))
+  accuracy = earned.parts['judge/accuracy']
+  for judged, share in zip(right, accuracy, strict=True):
+    assert judged == [] or share == pytest.approx(sum(judged) / len(judged))
+  told = env.tokenizer.decode(
+    [i for t in played for s in t.segments for i in s.ids]
+  )
+  assert '<|unk|>' not in told
+
+
+def test_traces_plan_their_look_ups():
+  cut = several = 0
+  for trace in behaving(planned=1.0):
+    kinds = [kind for kind, _ in trace.actions]
+    if 'search' not in kinds:
+      continue
+    relations = [r for _, r, _ in trace.question.meta['facts']]
+    mark = ' & ' if trace.question.meta['parallel'] else '; '
+    whole, short = mark.join(relations), mark.join(relations[:-1])
+    first, said = trace.actions[0]
+    assert first == 'think' and said in (whole, short) and said
+    several += len(relations) > 1
+    cut += said != whole
+  assert cut / several == pytest.approx(atlas_traces.WRONG, abs=0.1)
+
+
+def test_traces_ask_in_other_words(env):
+  found = behaving(reworded=0.5)
+  other = [t for t in found if t.question.id.endswith('-b')]
+  assert len(other) / len(found) == pytest.approx(0.5, abs=0.1)
+  for trace in other:
+    text = f' {trace.question.text}'
+    assert env.tokenizer.decode(env.tokenizer.encode(text)) == text
+  assert {t.question.source for t in other} == {*atlas.KINDS} - {'known'}
 
 
 @pytest.fixture(scope='module')

@@ -1,0 +1,218 @@
+"""Votes that are to keep TTRL from collapse, eight seeds, and an alarm.
+
+  python -m experiments.ttrl.guards --workdir=runs/ttrl_guards --parallel=2
+  ... --only=majority,covered --seeds=0,1
+
+On atlas, from the warm start `skills`, as the row `ttrl` of the arena: 40 steps
+of 8 questions x 16 votes, 8 of which are trained on. `majority` is TTRL, which
+lost three and four hops wholly with two of the first four seeds; the other arms
+are the labels of rewards/guarded.py. `small-...` are the recipe's own small
+form, three seeds: what is to be its default has to hold there too. All arms of
+a seed start from the same votes of the same start (experiments/ttrl/start.py).
+
+The same command goes on where it stopped. --out gets, besides results.json and
+curves.png (experiments/rows.py), labels.json and labels.png (labels.py, of the
+runs of `majority`); results.json also has
+
+  verdicts  arm -> hard/em before and after by seed, the lowest, the paired
+            gain, and whether the bar holds: all SEEDS, none at 0 (below ZERO),
+            and a mean of at least that of the start + GAIN
+  alarm     of the runs of each arm on atlas, and of all: `failed` (those at 0),
+            `named` (run -> the first step with alarm/votes), and whether the
+            alarm names all failed ones within WITHIN steps, and no other.
+            `signals`: of each signal without golden answers, the lowest and
+            highest mean over these steps of runs that failed and of the others,
+            whether a threshold separates them, and the probability that one
+            would if runs failed at random
+
+About 70 minutes on two cores for atlas and 25 for the small form, by figures of
+earlier runs (README.md).
+"""
+
+from collections.abc import Mapping
+import json
+import math
+import pathlib
+from typing import Any
+
+from absl import flags
+
+from configs import atlas, ttrl
+from experiments import rows
+from experiments.arena import measure
+from experiments.ttrl import labels
+from searchrl_jax import read
+from searchrl_jax.run import command
+from searchrl_jax.store import records
+from searchrl_jax.sweep import figures, runner
+
+MODULE = 'experiments.ttrl.guards'
+ARMS = 'majority', 'found', 'covered', 'restrain'
+SEEDS, SMALL_SEEDS = tuple(range(8)), (0, 1, 2)
+LOOP = 'experiments.ttrl.start.train'
+HARD, BEFORE = 'hard/em', 'before/hard/em'
+ZERO, GAIN, WITHIN = 0.02, 0.10, 10
+ALARM = 'alarm/votes'
+# What a run without golden answers can know of its votes.
+SIGNALS = (
+  *(f'reward/vote/{name}' for name in (
+    'agreement', 'distinct', 'ahead', 'gained', 'lost', 'flipped', 'voting',
+  )),
+  *('health/searches', 'health/tokens', 'train/entropy'),
+)  # fmt: skip
+
+
+def of(base: str, label: str):
+  """seed -> configs/ttrl.py."""
+  return lambda seed: ttrl.get_config(f'base={base},label={label},seed={seed}')
+
+
+ROW = rows.Row(
+  warm={
+    'skills': rows.Start(lambda n: atlas.get_config(f'mix=skills,seed={n}')),
+    'small': rows.Start(of('search', 'majority')),
+  },
+  arms=(
+    *(
+      rows.Arm(
+        name,
+        of('atlas', name),
+        'skills',
+        evaluations={'after': measure.compared, 'labels': labels.measured},
+        seeds=SEEDS,
+        loop=LOOP,
+      )
+      for name in ARMS
+    ),
+    *(
+      rows.Arm(
+        f'small-{name}',
+        of('search', name),
+        'small',
+        seeds=SMALL_SEEDS,
+        loop=LOOP,
+      )
+      for name in ARMS
+    ),
+  ),
+  scores=('em', *labels.VALUES),
+  curves={
+    'reward/vote/label_accuracy': 'label accuracy',
+    'reward/vote/agreement': 'agreement',
+    'health/searches': 'searches',
+  },
+)
+
+
+def verdict(values: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
+  """The bar of an arm; values: seed -> HARD and BEFORE."""
+  after = {seed: own[HARD] for seed, own in values.items()}
+  before = {seed: own[BEFORE] for seed, own in values.items()}
+  gain, lowest = figures.paired(after, before), min(after.values())
+  complete = {*values} >= {*map(str, SEEDS)}
+  return {
+    'before': before,
+    'after': after,
+    'lowest': lowest,
+    'gain': gain._asdict(),
+    'complete': complete,
+    'holds': complete and lowest >= ZERO and gain.mean >= GAIN,
+  }
+
+
+def alarm(metrics: Mapping[str, Any], failed: set[str]) -> dict[str, Any]:
+  """What the alarm and the signals say of runs; see the module.
+
+  Args:
+    metrics: name of a run -> the data frame of its metrics by step.
+    failed: the names of those that lost the hard questions.
+  """
+  named, means = {}, {signal: {} for signal in SIGNALS}
+  for name, frame in metrics.items():
+    on = frame.index[frame[ALARM] == 1] if ALARM in frame else []
+    named[name] = int(on[0]) if len(on) else None
+    early = frame[(frame.index >= 0) & (frame.index < WITHIN)]
+    for signal in SIGNALS:
+      if signal in early and early[signal].notna().any():
+        means[signal][name] = float(early[signal].mean())
+  ever = {name for name, step in named.items() if step is not None}
+  soon = {name for name in ever if named[name] < WITHIN}
+  return {
+    'failed': sorted(failed),
+    'named': named,
+    # Without a failure there is nothing to name, and only a false alarm to see.
+    'holds': failed == soon == ever if failed or ever else None,
+    'signals': {
+      signal: _separated(known, failed) for signal, known in means.items()
+    },
+  }
+
+
+def _separated(means: Mapping[str, float], failed: set[str]) -> dict[str, Any]:
+  """Whether a threshold tells the failed runs from the others."""
+  theirs = [x for name, x in means.items() if name in failed]
+  others = [x for name, x in means.items() if name not in failed]
+  if not theirs or not others:
+    return {'separates': None}  # there is nothing to tell apart
+  apart = max(theirs) < min(others) or max(others) < min(theirs)
+  # Of all ways to choose who failed, two lie at an end of the order.
+  ways = math.comb(len(means), len(theirs))
+  return {
+    'failed': [min(theirs), max(theirs)],
+    'others': [min(others), max(others)],
+    'separates': apart,
+    'by_chance': min(2 / ways, 1.0),
+  }
+
+
+def conclude(folder: pathlib.Path, out: pathlib.Path) -> dict[str, Any]:
+  """Adds verdicts and alarms of what is complete to results.json.
+
+  folder: of the sweep. out: of the results.
+  """
+  arms = figures.collect(ROW, folder)
+  runs = {
+    name: {seed: own['values']['after'] for seed, own in found['seeds'].items()}
+    for name, found in arms.items()
+    if name in ARMS
+  }
+  folders, failed = {}, set()
+  for name, seeds in runs.items():
+    for seed, values in seeds.items():
+      run = f'{name}/{seed}'
+      folders[run] = str(folder / 'arms' / run / 'run')
+      failed |= {run} if values[HARD] < ZERO else set()
+  metrics = {run: read.run(path).metrics for run, path in folders.items()}
+  path = out / 'results.json'
+  record = json.loads(path.read_text())
+  record['verdicts'] = {name: verdict(seeds) for name, seeds in runs.items()}
+  record['alarm'] = {}
+  for name in (*runs, ''):
+    own = {run: x for run, x in metrics.items() if run.startswith(name)}
+    record['alarm'][name or 'all'] = alarm(own, failed & own.keys())
+  records.write_json(path, record)
+  shown = {run: x for run, x in folders.items() if run.startswith(ARMS[0])}
+  if shown:
+    labels.write(shown, str(out / 'labels.json'))
+  return record
+
+
+def main():
+  out = pathlib.Path(_OUT.value)
+  try:
+    rows.run(MODULE, str(out / 'results.json'), by=MODULE)
+  finally:
+    if (out / 'results.json').exists():
+      record = conclude(pathlib.Path(flags.FLAGS.workdir), out)
+      for name, found in record['verdicts'].items():
+        print(name, {k: v for k, v in found.items() if k != 'before'})
+      for name, found in record['alarm'].items():
+        print(name, {k: v for k, v in found.items() if k != 'signals'})
+
+
+if __name__ == '__main__':
+  runner.define_flags()
+  _OUT = flags.DEFINE_string(
+    'out', 'experiments/ttrl/guarded', 'Folder of the results.'
+  )
+  command.run(main)
