@@ -18,8 +18,8 @@ import numpy as np
 
 NAME = 'live_attention_'  # of the kernels, before their window
 BLOCK = 128  # positions that are read at once
-_ROWS = 16  # of a tile of a matrix product: G is padded to them
-_PROGRAMS = 512  # that keep a GPU busy
+_ROWS = 16  # of a tile of a matrix product: those beyond G are not used
+_PROGRAMS = 256  # that keep a GPU busy
 
 
 def fits(k, v) -> bool:
@@ -45,14 +45,10 @@ def attend(q, k, v, positions, *, window=0, time=2, platform, interpret=False):
     float32 [B, K, G, H], and int32 [B, K, R], the blocks that each program has
     read, as it counted them.
   """
-  G = q.shape[2]
-  q = jnp.pad(q, ((0, 0), (0, 0), (0, -G % _ROWS), (0, 0)))
   call = {'gpu': _on_gpu, 'tpu': _on_tpu}[platform]
-  with jax.named_scope(
-    f'{NAME}{window}'
-  ):  # what it reads is not all of k and v
-    o, counts = call(q, k, v, positions, window, time == 3, interpret)
-  return o[:, :, :G], counts
+  # By its name, it is known not to read all of k and v (`share`).
+  with jax.named_scope(f'{NAME}{window}'):
+    return call(q, k, v, positions, window, time == 3, interpret)
 
 
 def share(positions, window: int, S: int) -> float:
@@ -96,7 +92,7 @@ def _on_gpu(q, k, v, positions, window: int, transposed, interpret):
   from jax.experimental.pallas import triton
 
   B, K, G, H = q.shape
-  S = v.shape[2]
+  S, rows = v.shape[2], -(-G // _ROWS) * _ROWS
   blocks = S // BLOCK
   runs = min(-(-_PROGRAMS // (B * K)), blocks)
   run = -(-blocks // runs)  # blocks
@@ -106,7 +102,10 @@ def _on_gpu(q, k, v, positions, window: int, transposed, interpret):
     at, begin = at[...], pl.program_id(2) * run
     first, last = _span(at, window)
     first, last = jnp.maximum(first, begin), jnp.minimum(last, begin + run)
-    queries = q[...]
+    real = jax.lax.broadcasted_iota(jnp.int32, (rows, 1), 0) < G
+    tile = pl.ds(0, rows), slice(None)
+    mask = jnp.broadcast_to(real, (rows, H))
+    queries = triton.load(q.at[tile], mask=mask, other=0.0)
 
     def step(i, carry):
       *carry, n = carry
@@ -115,9 +114,11 @@ def _on_gpu(q, k, v, positions, window: int, transposed, interpret):
       how = i * BLOCK, at, window
       return *_block(queries, keys, v[here, :], *how, carry, transposed), n + 1
 
-    start = *_zero(G, H), jnp.int32(0)
-    found = jax.lax.fori_loop(first, last, step, start)
-    top[...], total[...], o[...], counts[...] = found
+    start = *_zero(rows, H), jnp.int32(0)
+    *found, counts[...] = jax.lax.fori_loop(first, last, step, start)
+    for ref, value in zip((top, total, o), found):
+      mask = jnp.broadcast_to(real, value.shape)
+      triton.store(ref.at[tile], value, mask=mask)
 
   row = lambda *size: pl.BlockSpec(
     (None, None, *size), lambda b, h, r: (b, h, 0, 0)
@@ -159,8 +160,9 @@ def _on_tpu(q, k, v, positions, window: int, transposed, interpret):
   """
   from jax.experimental.pallas import tpu
 
-  B, K, G, H = q.shape
-  S = v.shape[2]
+  B, K, heads, H = q.shape
+  q = jnp.pad(q, ((0, 0), (0, 0), (0, -heads % _ROWS), (0, 0)))
+  S, G = v.shape[2], q.shape[2]
   steps = S // BLOCK
   if window:
     steps = min(steps, (window - 2) // BLOCK + 2)
@@ -223,4 +225,4 @@ def _on_tpu(q, k, v, positions, window: int, transposed, interpret):
     ),
     interpret=interpret,
   )(positions, q, k, v)
-  return o, counts[:, :, :1, 0]
+  return o[:, :, :heads], counts[:, :, :1, 0]
