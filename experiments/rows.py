@@ -71,7 +71,8 @@ def write(
     record['replication'] = {'arms': again, 'bars': bars}
   if out:
     records.write_json(out, record)
-    figures.plot(row.curves, arms, pathlib.Path(out).with_name('curves.png'))
+    if row.curves:
+      figures.plot(row.curves, arms, pathlib.Path(out).with_name('curves.png'))
   return record
 
 

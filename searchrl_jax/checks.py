@@ -59,6 +59,7 @@ def check(config: ConfigDict) -> None:
     f'{advantage} compares with greedy attempts, which '
     f'rollout.sampler={r.sampler!r} does not play: use another',
   )
+  _check_foreign(config, sample)
   lookup.require(
     r.top_p >= 1 and r.top_k <= 0,
     f'config.rollout.top_p={r.top_p}, top_k={r.top_k}: the trainer scores with '
@@ -156,6 +157,31 @@ def check(config: ConfigDict) -> None:
     not best or (best in config.data.eval and len(config.data.eval) > 1),
     f'config.checkpoint.best={config.checkpoint.best!r}: the set {best!r} '
     'has to be in config.data.eval, beside those that are reported',
+  )
+
+
+def _check_foreign(config: ConfigDict, sample) -> None:
+  """Checks what plays what the policy did not sample (`rollout.traces`)."""
+  if not getattr(sample, 'foreign', False):
+    return
+  a, env = config.algorithm, config.env
+  what = f'config.rollout.sampler={config.rollout.sampler!r}'
+  lookup.require(
+    objectives.takes_foreign(a),
+    f'{what} puts tokens into groups that the policy did not sample, and '
+    f'config.algorithm.loss={a.loss!r} has ratios to what did: use a loss that '
+    "takes `foreign`, such as 'mixed'",
+  )
+  lookup.require(
+    env.information == 'source' and env.max_contexts == 1,
+    f'{what} with config.env.information={env.information!r}, max_contexts='
+    f"{env.max_contexts}: traces are played with information='source', in one "
+    'context',
+  )
+  lookup.require(
+    env.answer == 'tags' or config.rollout.trace_when == 'always',
+    f"{what} with trace_when='failed' and config.env.answer={env.answer!r}: "
+    "which trace makes the answer likely is known of answer='tags' alone",
   )
 
 

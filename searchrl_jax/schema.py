@@ -28,6 +28,7 @@ CHOICES = {
   'env.answer': ('tags', 'boxed'),
   'env.search_when': ('always', 'entropy'),
   'source.servers': ('each', 'one'),
+  'rollout.trace_when': ('always', 'failed'),
   'algorithm.ratio': ('token', 'sequence', 'product'),
   'algorithm.aggregation': ('token', 'sequence', 'sequence_sum'),
   'algorithm.kl': ('none', 'loss', 'reward'),
@@ -302,11 +303,16 @@ def base() -> ConfigDict:
   c.rollout.group = 8  # trajectories of one question
   # What samples the groups in training: a module of searchrl_jax.rollout, or
   # the dotted path of a function. Evaluation always samples chains.
-  c.rollout.sampler = 'chains'  # chains, tree, sessions
+  c.rollout.sampler = 'chains'  # chains, tree, sessions, traces
   c.rollout.program = ''  # that plays (sampler='sessions'): a.function, or ./it
   c.rollout.program_seconds = 600.0  # of one trajectory
   c.rollout.trees = 2  # of a group (sampler='tree')
   c.rollout.rounds = 1  # of expansions of a tree, see rollout/tree.py
+  # Where the traces of a question are (sampler='traces'): a field of
+  # Question.meta, or the dotted path of a function. See rollout/traces.py.
+  c.rollout.traces = ''
+  c.rollout.trace_most = 1  # traces in a group
+  c.rollout.trace_when = 'always'  # always; failed: where no attempt succeeds
   c.rollout.temperature = 1.0
   c.rollout.top_p = 1.0
   c.rollout.top_k = 0
@@ -342,6 +348,9 @@ def base() -> ConfigDict:
   c.algorithm.advantage = 'grpo'  # in advantages.py, or a dotted path
   c.algorithm.advantage_kw = ConfigDict()  # that function's own fields
   c.algorithm.loss = 'clip'  # in losses.py, or a dotted path
+  # The dotted path of the objective of tokens that the policy did not sample
+  # (loss='mixed').
+  c.algorithm.foreign_objective = ''
   c.algorithm.clip_low = 0.2
   c.algorithm.clip_high = 0.2
   c.algorithm.clip_dual = 0.0  # largest ratio where advantages are negative

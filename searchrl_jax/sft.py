@@ -17,7 +17,6 @@ import contextlib
 import functools
 import hashlib
 import math
-import re
 import sys
 import time
 
@@ -27,12 +26,12 @@ from retrieval import files
 from searchrl_jax import checks, lookup, types
 from searchrl_jax.data import core as data
 from searchrl_jax.devices import cluster
-from searchrl_jax.engines.core import Completion
 from searchrl_jax.evaluate import grading
 from searchrl_jax.learn import batching, optim
 from searchrl_jax.learn.learner import Learner, own_optim
 from searchrl_jax.models import parameters
 from searchrl_jax.rewards import scores as metrics
+from searchrl_jax.rollout.traces import block, turns, written
 from searchrl_jax.run import build, command, services
 from searchrl_jax.run.session import Session
 from searchrl_jax.sources import simulated
@@ -40,46 +39,9 @@ from searchrl_jax.sources.core import SourceError
 from searchrl_jax.store import folders, progress
 from searchrl_jax.text import prompts
 from searchrl_jax.text.env import Done, Search, SearchEnv
-from searchrl_jax.text.untrusted import Part
 
 # Among the contents of a run (`Writer`).
 _TRACES = 'the traces: config.sft.data, and what config.source found for it'
-
-
-def turns(trace: data.Trace, template, recall=None):
-  """A trace as (parts that the policy writes, passages it then reads or None).
-
-  A block is written `<tag> content </tag>`, blocks of a turn on lines of
-  their own. `recall`: passages -> their text, where the policy writes it.
-  """
-  said: list[Part] = []
-  for kind, payload in trace.actions:
-    if kind == 'information' and recall is None:
-      yield said, payload
-      said = []
-      continue
-    if said:
-      said = [*said, ('\n', True)]
-    if kind == 'information':
-      said += _tagged(recall(payload).strip(), template)
-    elif kind == 'other':
-      said += [(payload, False)]
-    elif kind in template.tags:
-      said += _block(kind, payload, template)
-    else:
-      raise ValueError(
-        f'a trace writes the block {kind!r}, and the template {template.name!r}'
-        f' has {", ".join(template.tags)}: use a template with this block'
-      )
-  if said:
-    yield said, None
-
-
-def _tagged(text: str, template) -> list[Part]:
-  """An observation, in which passages hold no tags."""
-  tags = [re.escape(tag) for pair in template.tags.values() for tag in pair]
-  pieces = re.split(f'({"|".join(tags)})', text)
-  return [(piece, n % 2 == 1) for n, piece in enumerate(pieces)]
 
 
 def render(trace: data.Trace, env: SearchEnv, sample: int):
@@ -102,7 +64,7 @@ def render(trace: data.Trace, env: SearchEnv, sample: int):
   for parts, passages in turns(trace, env.template, recall):
     if isinstance(action, Done):
       break
-    completion = _written(parts, env, action)
+    completion = written(parts, env, action)
     if completion is None:
       return None
     state, action = env.step(state, completion)
@@ -129,33 +91,14 @@ def render(trace: data.Trace, env: SearchEnv, sample: int):
         lookup.require(
           note, f'{what}{state.asked!r}, and it has no notes', ValueError
         )
-        parts = _block(state.asked, note, env.template)
-        completion = _written(parts, env, action)
+        parts = block(state.asked, note, env.template)
+        completion = written(parts, env, action)
         if completion is None:
           return None
         state, action = env.step(state, completion)
   if not isinstance(action, Done):
     raise ValueError(f'trace of {trace.question.id} does not end')
   return env.trajectory(state, sample) if action.end == 'answer' else None
-
-
-def _block(kind: str, text: str, template) -> list[Part]:
-  opening, closing = template.tags[kind]
-  return [(opening, True), (f' {text} ', False), (closing, True)]
-
-
-def _written(
-  parts: Sequence[Part], env: SearchEnv, action
-) -> Completion | None:
-  """What the policy would have sampled; None if it is too long."""
-  ids = env.tokenizer.encode_parts(parts)
-  if not ''.join(text for text, _ in parts).endswith(action.stops):
-    ids = [*ids, env.tokenizer.eos_ids[0]]  # what ends a boxed answer
-  if len(ids) > action.max_tokens:
-    return None
-  nothing = np.zeros(len(ids), np.float32)
-  version = np.zeros(len(ids), np.int32)
-  return Completion(np.asarray(ids, np.int32), nothing, 'eos', version)
 
 
 def searcher(source, run: Callable):

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 AUTHORS = ('prompt', 'policy', 'environment', 'teacher')
+ACTORS = ('policy', 'teacher')  # a teacher, in the policy's place
 SEARCH = 'search'  # the tool that config.source is; others: config.tools
 # How a trajectory can end. `failed` means that a service failed (design 5.4):
 # the trajectory is left out of its group's statistics and of the loss.
@@ -218,6 +219,11 @@ class Trajectory:
   @property
   def failed(self) -> bool:
     return self.end == 'failed'
+
+  @property
+  def foreign(self) -> bool:
+    """Whether a teacher wrote it: the policy did not sample its tokens."""
+    return any(s.author == 'teacher' for s in self.trained)
 
   @property
   def trained(self) -> tuple[Segment, ...]:

@@ -27,6 +27,9 @@ from searchrl_jax import lookup, schema
 # GRPO as most releases of search agents have it (configs/methods/grpo.py).
 GRPO = algorithms.GRPO | dict(aggregation='token')
 
+# PPO's ratio without bounds, as fields of config.algorithm.
+UNCLIPPED = dict(clip_low=1.0, clip_high=1e6)
+
 # Credit for searches (searchrl_jax/rewards/progress.py).
 PROGRESS = dict(
   fn='progress.progress',
@@ -89,6 +92,27 @@ def script(c: ConfigDict, **shares: float) -> None:
   """
   if c.sft.data.get('module') == 'searchrl_jax.worlds.atlas_traces':
     c.sft.data.update(shares)
+
+
+def set_traces(c: ConfigDict, traces: str, objective: str) -> None:
+  """Puts traces into groups, with `objective` for their tokens.
+
+  The rest is what LUFFY, RL-PLUS and AMPO share: returns less the mean of the
+  group, a sum over tokens that is divided by the most that can be sampled,
+  entropy with 0.001, no KL.
+
+  Args:
+    traces: config.rollout.traces; '' = a field of that name of Question.meta,
+      or the expert of a generated world.
+    objective: the dotted path of `losses.mixed`'s.
+  """
+  most = (c.env.max_turns + 1) * c.env.max_turn_tokens
+  fields = dict(loss='mixed', foreign_objective=objective, entropy_coef=0.001)
+  fields['horizon'] = min(most, c.env.max_tokens)
+  set_algorithm(c, algorithms.DR_GRPO | fields)
+  expert = 'searchrl_jax.worlds.atlas_traces.expert'
+  c.rollout.sampler = 'traces'
+  c.rollout.traces = traces or ('traces' if c.model.path else expert)
 
 
 def set_critic(c: ConfigDict) -> None:

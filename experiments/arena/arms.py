@@ -81,8 +81,9 @@ class Method:
   what earned it, 'oracle' credit is exact, 'at_end' comes too late to tell
   turns apart. repeats: further runs of each reporting seed, of a row that
   claims are against. arg: further arguments of the file. start: the row whose
-  config has the traces of its warm start; '' = the batch's. aside: no claim is
-  about it; it is not tuned, and has FEW seeds.
+  config has the traces of its warm start; '' = the batch's. evaluation: in the
+  place of `measure.measured`. aside: no claim is about it; it is not tuned, and
+  has FEW seeds.
   """
 
   name: str
@@ -91,6 +92,7 @@ class Method:
   file: str = ''
   arg: str = ''
   start: str = ''
+  evaluation: core.Evaluation | None = None
   aside: bool = False
   fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   controls: Mapping[str, Mapping[str, Any]] = dataclasses.field(
@@ -307,8 +309,9 @@ def config(
 
 
 def _evaluation(plan: 'Plan') -> core.Evaluation:
-  lacks = 'source.dials' in plan.fields
-  return measure.on_whole_corpus if lacks else measure.measured
+  if 'source.dials' in plan.fields:
+    return measure.on_whole_corpus
+  return plan.row.evaluation or measure.measured
 
 
 class Plan(NamedTuple):
@@ -332,8 +335,8 @@ class Batch:
 
   file: of this package, whose get_sweep has the phases. folder: of tuned.json,
   runs.csv and results. names: of its phases. start: (mixture, seed) -> config
-  of a warm start. change: called with the config of each arm. mixes: of the
-  warm start.
+  of a warm start. change: called with the config of each arm, and its row.
+  mixes: of the warm start.
   """
 
   methods: tuple[Method, ...]
@@ -341,7 +344,7 @@ class Batch:
   folder: pathlib.Path
   names: tuple[str, ...]
   start: Callable[[str, int], ConfigDict] = _atlas
-  change: Callable[[ConfigDict], None] = lambda config: None
+  change: Callable[[ConfigDict, Method], None] = lambda config, row: None
   mixes: tuple[str, ...] = MIXES
 
   @property
@@ -449,11 +452,13 @@ class Batch:
     own = [row for row in self.methods if row.start == row.name == name]
     if not own:
       return self.start(name, seed)
-    return config(own[0], own[0].default, {}, '', seed)
+    c = config(own[0], own[0].default, {}, '', seed)
+    self.change(c, own[0])
+    return c
 
   def config(self, plan: Plan, base: str, seed: int) -> ConfigDict:
     c = config(plan.row, plan.setting, plan.fields, base, seed)
-    self.change(c)
+    self.change(c, plan.row)
     return c
 
   def sweep(self, phase: str, base: str = '') -> core.Sweep:

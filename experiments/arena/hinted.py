@@ -2,8 +2,8 @@
 
 A teacher is the policy behind a prompt with a hint. A policy of atlas that has
 never read one makes nothing of it. So a share of the warm start has hints: of
-each of KINDS in turn, what `searchrl_jax.learn.teacher` makes of GROUP scripted
-attempts at the question, and after it an attempt that does all well.
+one of KINDS, what `searchrl_jax.learn.teacher` makes of GROUP scripted attempts
+at the question, and after it an attempt that does all well.
 """
 
 import collections
@@ -15,6 +15,8 @@ import json
 import pathlib
 import statistics
 import tempfile
+
+import numpy as np
 
 from configs import atlas as recipe
 from searchrl_jax import read, schema, sft
@@ -29,12 +31,13 @@ from searchrl_jax.text.tokenizer import load as load_tokenizer
 from searchrl_jax.types import Question, Trajectory
 from searchrl_jax.worlds import atlas, atlas_traces, microtraces
 
-GROUP = 4
+GROUP = recipe.get_config().rollout.group
 # Words of these worlds: what was right, and what was not.
 LABELS = 'found', 'no'
 # Name -> the function that gives the hints of a group, and its fields.
 KINDS = {
   'anchors': (teacher.anchors, dict(right=1.0, wrong='not', everyone=True)),
+  'wrong': (teacher.anchors, dict(right=1.0, wrong='not', everyone=False)),
   'queries': (teacher.queries, dict(right=1.0, labels=True, words=LABELS)),
   'sibling': (teacher.sibling, dict(right=1.0, fewest=False)),
   'facts': (teacher.from_data, dict(key='facts')),
@@ -86,11 +89,20 @@ def traces(
     search = atlas_traces.searcher(own, everyone, relations)
     script = functools.partial(atlas_traces.script, own, turns=turns, k=k)
     repeated = [q for q in asked for _ in range(GROUP)]
-    attempts, sure = (
-      script(mix=of, pool=qs, n=len(qs), seed=[seed, i, j], search=search)
-      for j, (of, qs) in enumerate(
-        ((atlas_traces.MIXES[mix], repeated), (_SURE, asked))
-      )
+    # Of a mixture whose attempts are right and wrong, which some hints need.
+    attempts = script(
+      mix=atlas_traces.MIXES['even'],
+      pool=repeated,
+      n=len(repeated),
+      seed=[seed, i, 0],
+      search=search,
+    )
+    sure = script(
+      mix=_SURE, pool=asked, n=count, seed=[seed, i, 1], search=search
+    )
+    # Kinds of questions alternate: those of hints must not do so with them.
+    kinds_of = np.random.default_rng([seed, i, 2]).integers(
+      len(KINDS), size=count
     )
     for j, trace in enumerate(sure):
       if not trace.good:  # a passage about somebody else came first
@@ -98,7 +110,7 @@ def traces(
       tried = attempts[j * GROUP : (j + 1) * GROUP]
       played = (sft.render(t, env, sample) for sample, t in enumerate(tried))
       group = tuple(t for t in played if t is not None)
-      out.append(_behind(trace, _hint(asked[j], group, env, j)))
+      out.append(_behind(trace, _hint(asked[j], group, env, kinds_of[j])))
   return out
 
 
@@ -113,24 +125,27 @@ def measured(config, run: str, out: str) -> Mapping[str, float]:
 
   Of the held-out questions that have a hint of a KIND: 'KIND/plain' without
   it, 'KIND/own' with it, and 'KIND/other' with that of another question;
-  'KIND/gain' is own - plain, and 'KIND/specific' own - other.
+  'KIND/gain' is own - plain, and 'KIND/specific' own - other. All three are
+  asked anew: a question has a hint because of how its first attempts ended.
   """
-  first, env = f'{out}/plain', _environment()
-  policy.evaluate(config, run, first)
+  first, env = f'{out}/first', _environment()
+  tried = config.copy_and_resolve_references()
+  tried.eval.n = GROUP
+  policy.evaluate(tried, run, first)
   groups = collections.defaultdict(list)
   for t in _played(first):
     groups[t.question.id].append(t)
-  found, rows = collections.defaultdict(list), []
+  rows = []
   for kind, (fn, kw) in KINDS.items():
     told = []
     for group in groups.values():
       earned = [_right(t, env) for t in group]
       if hint := next(filter(None, fn(group, earned, env, **kw)), None):
         told.append((group[0].question, hint))
-        found[f'{kind}/plain'].append(statistics.fmean(earned))
     hints = [hint for _, hint in told]
-    for name, given in ('own', hints), ('other', [*hints[1:], *hints[:1]]):
-      for (question, _), hint in zip(told, given, strict=True):
+    given = dict(plain=[''] * len(hints), own=hints)
+    for name, shown in (given | dict(other=[*hints[1:], *hints[:1]])).items():
+      for (question, _), hint in zip(told, shown, strict=True):
         text = teacher.hinted(question, hint, FRAME).text
         id = f'{kind}/{name}/{question.id}'
         rows.append(dict(id=id, text=text, answers=question.answers))
@@ -141,14 +156,21 @@ def measured(config, run: str, out: str) -> Mapping[str, float]:
   behind.data.eval = {'hinted': dict(module=__name__, path=str(path))}
   behind.eval.questions = 0
   policy.evaluate(behind, run, f'{out}/behind')
+  found = collections.defaultdict(lambda: collections.defaultdict(list))
   for t in _played(f'{out}/behind'):
-    found[t.question.id.rpartition('/')[0]].append(_right(t, env))
-  means = {name: statistics.fmean(values) for name, values in found.items()}
-  for kind in KINDS:
-    own = means[f'{kind}/own']
-    means[f'{kind}/gain'] = own - means[f'{kind}/plain']
-    means[f'{kind}/specific'] = own - means[f'{kind}/other']
-  return means
+    kind, name, id = t.question.id.split('/', 2)
+    found[kind][id, name].append(_right(t, env))
+  values = {}
+  for kind, known in found.items():
+    names = 'plain', 'own', 'other'
+    ids = [id for id, _ in known if all((id, name) in known for name in names)]
+    for name in names:
+      means = [statistics.fmean(known[id, name]) for id in dict.fromkeys(ids)]
+      values[f'{kind}/{name}'] = statistics.fmean(means)
+    own = values[f'{kind}/own']
+    values[f'{kind}/gain'] = own - values[f'{kind}/plain']
+    values[f'{kind}/specific'] = own - values[f'{kind}/other']
+  return values
 
 
 def make_room(config) -> None:
@@ -157,6 +179,12 @@ def make_room(config) -> None:
   config.env.max_tokens = config.engine.max_len = longest
   config.batch.lengths = (*config.batch.lengths, longest)
   config.batch.tokens = max(config.batch.tokens, longest)
+  see_far(config)
+
+
+def see_far(config) -> None:
+  """Declares the positions behind hints, in all arms alike."""
+  config.model.arch.max_position_embeddings = 1024
 
 
 def _played(folder: str) -> Iterator[Trajectory]:
@@ -179,8 +207,7 @@ def _environment() -> SearchEnv:
 def _hint(question: Question, group, env: SearchEnv, n: int) -> str:
   """Of the n-th kind, or of the first after it that has one."""
   earned = [_right(t, env) for t in group]
-  kinds = [*KINDS.values()]
-  for fn, kw in kinds[n % len(kinds) :] + [KINDS['facts']]:
+  for fn, kw in [*KINDS.values()][n:]:
     hints = fn(group, earned, env, **kw) if group else []
     if hint := next(filter(None, hints), None):
       return hint

@@ -76,6 +76,13 @@ def evaluated(
   return _values(read.run(out), read.run(run), out)
 
 
+def attempted(config, run: str, out: str) -> dict[str, float]:
+  """As `measured`, with 'once/...' where an answer is the last word."""
+  fields = {'env.attempts': 1, 'env.on_answer': ''}
+  once = evaluated(config, fields, run, f'{out}/once')
+  return measured(config, run, out) | prefixed('once', once)
+
+
 def on_whole_corpus(config, run: str, out: str) -> dict[str, float]:
   """As `measured`, but evaluated on a corpus that lacks nothing.
 

@@ -137,10 +137,15 @@ def digest(found: core.Sweep, name: str, case: str) -> str:
   """
   config = found.arm(name).config(int(case))
   base, now = records.plain(schema.base()), records.plain(config)
-  # Fields that self-play has gained: runs from before have none.
+  # Fields that self-play has gained, with its copy of config.algorithm: runs
+  # from before have none.
   own, neutral = now.get('selfplay', {}), records.plain(ssp.selfplay())
-  if own.get('hops') == neutral['hops']:
-    del own['hops']
+  for part, known, name in (
+    (own, neutral, 'hops'),
+    (own.get('algorithm', {}), neutral['algorithm'], 'foreign_objective'),
+  ):
+    if part.get(name) == known[name]:
+      del part[name]
   changed = {k: new for k, (_, new) in lookup.differences(base, now).items()}
   text = json.dumps(changed, sort_keys=True)
   return hashlib.sha256(text.encode()).hexdigest()[:16]

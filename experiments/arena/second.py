@@ -13,14 +13,14 @@ without a claim have three seeds and default settings.
 from ml_collections import ConfigDict
 
 from configs import atlas as recipe
-from experiments.arena import arms, hinted, oracle
+from experiments.arena import arms, hinted, measure, oracle
 from experiments.arena.arms import FOLDER, Method
 from experiments.arena.verdicts import Claim
 from searchrl_jax.sweep import core
 
 SHARE = 0.25  # of the warm start
-# x the questions of a step, for a baseline with as many tokens as the arm.
-# Three attempts; from the tokens of the tuning seeds.
+# x the questions of a step, for a baseline with as many tokens in training: to
+# be set by run/sampled of the tuning seeds before the report runs.
 TOKENS = {'mr_search': 3.0}
 _OTHERS = {'others': {'teacher.others': True}}
 
@@ -32,9 +32,11 @@ def start(mix: str, seed: int) -> ConfigDict:
   return c
 
 
-def _taught(c: ConfigDict) -> None:
+def _taught(c: ConfigDict, row: Method | None = None) -> None:
   """In arms, too: their digest says which warm start they have."""
-  c.sft.data.module, c.sft.data.hinted = 'experiments.arena.hinted', SHARE
+  hinted.see_far(c)
+  if not (row and row.start):
+    c.sft.data.module, c.sft.data.hinted = 'experiments.arena.hinted', SHARE
 
 
 def _helps(name: str, claim: str, against='grpo', **kw) -> Claim:
@@ -96,7 +98,9 @@ METHODS = (
   Method('maxrl', claims=(_helps('maxrl', 'dividing by the mean helps'),)),
   Method(
     'mr_search',
-    claims=(_helps('mr_search', 'attempts in sequence help', 'grpo-tokens'),),
+    # In evaluation, too: 'once/...' is of one attempt.
+    claims=(_helps('mr_search', 'three attempts are better', 'grpo-tokens'),),
+    evaluation=measure.attempted,
   ),
   _aside('rlsd', 'sspo', 'arm=rlsd', controls=_OTHERS),
   _aside('opsd', controls=_OTHERS),
@@ -107,6 +111,9 @@ METHODS = (
   _aside('tips'),
   _aside('ig_search'),
   _aside('guide'),
+  _aside('luffy'),
+  _aside('ampo', 'luffy', 'arm=ampo'),
+  _aside('rl_plus'),
   _aside('echo'),
   _aside('clip', 'clip_delta', 'kind=clip'),
   _aside('delta', 'clip_delta', 'kind=delta'),

@@ -27,12 +27,13 @@ def signs(
 ) -> dict[str, float]:
   """Returns signs of collapse as 'health/NAME' (design 5.15).
 
-  Means over trajectories that did not fail; scores are those of `grading.Row`.
-  `think_tokens` counts the policy's tokens in thoughts; `end_X` is the share of
-  trajectories with this end; `logp_right` and `logp_wrong` are mean log-probs,
-  in nats, of the policy's tokens when the engine sampled them, in trajectories
-  with an exact match (without golden answers: a positive reward) and in others;
-  `hops=N/searches` is of questions with N hops, if there are several N.
+  Means over trajectories of the policy, not traces, that did not fail; scores
+  are those of `grading.Row`. `think_tokens` counts the policy's tokens in
+  thoughts; `end_X` is the share of trajectories with this end; `logp_right` and
+  `logp_wrong` are mean log-probs, in nats, of the policy's tokens when the
+  engine sampled them, in trajectories with an exact match (without golden
+  answers: a positive reward) and in others; `hops=N/searches` is of questions
+  with N hops, if there are several N.
 
   Args:
     groups: B trajectories in total.
@@ -43,8 +44,8 @@ def signs(
     match: config.eval.match, what makes answers equal.
   """
   flat = [t for group in groups for t in group]
-  good = [t for t in flat if not t.failed]
-  out = {'failed': float(len(flat) - len(good))}
+  good = [t for t in flat if not (t.failed or t.foreign)]
+  out = {'failed': float(sum(t.failed for t in flat))}
   rows = grading.score(good, env, match=match)
   for name in _SCORES:
     known = [getattr(row, name) for row in rows]
@@ -69,7 +70,9 @@ def signs(
   earned = np.full(len(flat), math.nan)
   if values is not None:
     earned = np.where(valid, values, math.nan)
-  earned = [value for value, t in zip(earned, flat) if not t.failed]
+  earned = [
+    value for value, t in zip(earned, flat) if not (t.failed or t.foreign)
+  ]
   out |= _logps(good, [_right(*known) for known in zip(rows, earned)])
   if values is not None and groups:
     out['zero_variance'] = _zero_variance(groups, values, valid)

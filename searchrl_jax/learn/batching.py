@@ -25,7 +25,7 @@ from typing import NamedTuple
 import numpy as np
 
 from searchrl_jax import lookup
-from searchrl_jax.learn import advantages
+from searchrl_jax.learn import advantages, objectives
 from searchrl_jax.types import (
   Batch,
   Group,
@@ -194,9 +194,20 @@ class StepBatch:
 def of_step(
   groups: Sequence[Group], reward: Rewards, config, *, shards: int, seed
 ) -> StepBatch:
-  """Batches the trajectories of a step; see `kept_of` and `make`."""
+  """Batches the trajectories of a step; see `kept_of` and `make`.
+
+  Raises:
+    ConfigError: a trace is among them, and the loss takes no `foreign`.
+  """
   ids, kept, counts = kept_of(groups, reward, config)
   flat = [t for group in groups for t in group]
+  traces = [t.id for t in flat if t.foreign]
+  lookup.require(
+    not traces or objectives.takes_foreign(config.algorithm),
+    f'config.algorithm.loss={config.algorithm.loss!r} has ratios to what '
+    f'sampled a token, and the policy did not sample {traces[:3]}: use a loss '
+    "that takes `foreign`, such as 'mixed'",
+  )
   n = config.algorithm.minibatches
   how = dict(shards=shards, contexts=config.env.max_contexts)
   minis = make(flat, kept, ids, config.batch, n, seed=seed, **how)

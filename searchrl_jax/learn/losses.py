@@ -29,7 +29,9 @@ from searchrl_jax import lookup
 # verl clamps at the same place.
 MAX_LOG_RATIO = 20.0
 
-NAMES = ('clip', 'cispo', 'reinforce')
+NAMES = ('clip', 'cispo', 'reinforce', 'mixed')
+# Metrics of what the policy sampled: ratios to it, and weights.
+_OF_SAMPLED = ('clip_', 'kl_', 'mismatch_', 'tis_')
 
 
 def _exp(x):
@@ -265,6 +267,68 @@ def reinforce(
   return loss, jax.lax.stop_gradient(sums)
 
 
+def mixed(
+  logps,
+  old_logps,
+  behaviour_logps,
+  advantages,
+  mask,
+  foreign,
+  *,
+  foreign_objective: str,
+  clip_low: float,
+  clip_high: float,
+  clip_dual: float,
+  ratio: str,
+  tis: str,
+  tis_cap: float,
+  tis_floor: float,
+  tis_mode: str,
+):
+  """`clip`, and another objective where the policy did not sample the token.
+
+      loss = -f(log pi, log pi_old, A)  if foreign
+
+  What sampled a foreign token is not known, so there is no ratio to it: `clip`,
+  its weights and its metrics have the other tokens alone.
+
+  Args:
+    logps, old_logps, behaviour_logps, advantages, mask: see `clip`.
+    foreign: bool [B, T], within the mask. Of these tokens behaviour_logps means
+      nothing, and old_logps is the policy's.
+    foreign_objective: the dotted path of f, whose arrays are [B, T].
+  """
+  loss, sums = clip(
+    logps, old_logps, behaviour_logps, advantages, mask & ~foreign,
+    clip_low=clip_low, clip_high=clip_high, clip_dual=clip_dual, ratio=ratio,
+    tis=tis, tis_cap=tis_cap, tis_floor=tis_floor, tis_mode=tis_mode,
+  )  # fmt: skip
+  objective = lookup.function('searchrl_jax.learn', foreign_objective)
+  arrays = [*_masked(foreign, logps, old_logps, advantages)]
+  loss = jnp.where(foreign, -objective(*arrays), loss)
+  prob = _sum(jnp.exp(arrays[0]), foreign)
+  return loss, sums | {'foreign_prob': jax.lax.stop_gradient(prob)}
+
+
+def _check_mixed(config, fields):
+  a, env = config.algorithm, config.env
+  with lookup.of('config.algorithm.foreign_objective'):
+    lookup.function('searchrl_jax.learn', fields['foreign_objective'])
+  lookup.require(
+    not env.train_observations,
+    'config.env.train_observations: the policy did not sample observations '
+    "either, and loss='mixed' would take them for those of a trace; use False",
+  )
+  lookup.require(
+    a.kl != 'reward',
+    "config.algorithm.kl='reward' estimates a KL from tokens that the policy "
+    "sampled, which those of a trace are not; use 'loss' or 'none'",
+  )
+
+
+mixed.check = _check_mixed  # type: ignore[attr-defined]
+
+
 def value(values, old_values, targets, mask, *, clip: float):
   """The critic's squared error, its step clipped; a loss per token, [B, T].
 
@@ -395,12 +459,26 @@ def summarise(sums: dict) -> dict[str, float]:
   """Means over loss tokens from joined sums (which hold `tokens`).
 
   `loss`, and what ends in `_max`, pass through. `mismatch_ess` is the
-  effective sample size (sum w)^2 / (n sum w^2), in (0, 1].
+  effective sample size (sum w)^2 / (n sum w^2), in (0, 1]. Where the policy did
+  not sample all of them (`sampled`), ratios are means over those that it did,
+  what begins with `foreign_` over the others, whose share is `foreign`.
   """
   sums = {k: float(v) for k, v in sums.items()}
   n = max(sums['tokens'], 1.0)
+  mixes, sampled = 'sampled' in sums, sums.pop('sampled', sums['tokens'])
+  own, foreign = max(sampled, 1.0), sums['tokens'] - sampled
   out = {k: sums.pop(k) for k in ('tokens', 'loss', 'sequences') if k in sums}
   w, w2 = sums.pop('mismatch_w', None), sums.pop('mismatch_w2', None)
   if w is not None:
-    out['mismatch_ess'] = w * w / (n * w2) if w2 > 0 else 1.0
-  return out | {k: v if k.endswith('_max') else v / n for k, v in sums.items()}
+    out['mismatch_ess'] = w * w / (own * w2) if w2 > 0 else 1.0
+  if mixes:
+    out['foreign'] = foreign / n
+
+  def tokens(name: str) -> float:
+    if name.startswith('foreign_'):
+      return max(foreign, 1.0)
+    return own if name.startswith(_OF_SAMPLED) else n
+
+  return out | {
+    k: v if k.endswith('_max') else v / tokens(k) for k, v in sums.items()
+  }

@@ -47,6 +47,12 @@ def policy_loss(a) -> tuple[Callable, dict]:
   return fn, lookup.arguments(fn, a, 'config.algorithm.loss')
 
 
+def takes_foreign(a) -> bool:
+  """Whether the loss of config.algorithm has an objective for tokens that the
+  policy did not sample."""
+  return 'foreign' in lookup.inputs(policy_loss(a)[0])
+
+
 def policy(config) -> Objective:
   """The objective that config.algorithm describes.
 
@@ -66,6 +72,7 @@ def policy(config) -> Objective:
   )
   needs_old = a.minibatches * a.epochs > 1
   fn, kw = policy_loss(a)
+  mixes = takes_foreign(a)
   for field, neutral in (('ratio', 'token'), ('clip_dual', 0.0)):
     lookup.require(
       a[field] == neutral or field in kw,
@@ -78,13 +85,20 @@ def policy(config) -> Objective:
     old = arrays['old'] if needs_old else jax.lax.stop_gradient(logps)
     # NaN: no log-prob was recorded (an observation in the loss): weight 1.
     behaviour = arrays['behaviour_logps']
-    behaviour = jnp.where(jnp.isnan(behaviour), old, behaviour)
-    loss, sums = fn(logps, old, behaviour, arrays['advantages'], mask, **kw)
-    sums = dict(sums) | losses.mismatch(old, behaviour, mask)
+    unknown = jnp.isnan(behaviour)
+    behaviour = jnp.where(unknown, old, behaviour)
+    given, sampled = [logps, old, behaviour, arrays['advantages'], mask], mask
+    if mixes:
+      sampled = mask & ~unknown
+      given.append(mask & unknown)
+    loss, sums = fn(*given, **kw)
+    sums = dict(sums) | losses.mismatch(old, behaviour, sampled)
     sums |= _spread(logps, entropy)
+    if mixes:
+      sums['sampled'] = jnp.sum(sampled, dtype=jnp.float32)
     if a.kl == 'loss':
       d = losses.kl(logps, arrays['ref'], a.kl_estimator)
-      d = jnp.where(mask, d, 0.0)
+      d = jnp.where(sampled, d, 0.0)
       loss = loss + a.kl_coef * d
       sums['kl_ref'] = jnp.sum(d)
     if a.entropy_coef:

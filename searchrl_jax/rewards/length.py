@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from searchrl_jax.rewards.core import RewardContext, per_trajectory, require
-from searchrl_jax.types import Group, Rewards
+from searchrl_jax.types import ACTORS, Group, Rewards
 
 
 async def overlong(
@@ -33,7 +33,7 @@ async def overlong(
   require(0 < cache <= limit, what)
 
   def reward(trajectory):
-    n = sum(len(s.ids) for s in trajectory.segments if s.author == 'policy')
+    n = sum(len(s.ids) for s in trajectory.segments if s.author in ACTORS)
     return -min(max(n - (limit - cache), 0) / cache, 1.0)
 
   return per_trajectory(groups, reward)

@@ -29,7 +29,7 @@ from typing import AnyStr
 import numpy as np
 
 from searchrl_jax.text.prompts import OUTSIDE
-from searchrl_jax.types import Segment
+from searchrl_jax.types import ACTORS, Segment
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +38,7 @@ class Block:
 
   text: between the tags, decoded from the author's bytes (UTF-8, errors
   replaced) and stripped. complete: False if the turn ended inside the block.
+  author: of its tokens; 'policy' also of a teacher in its place.
   """
 
   kind: str
@@ -198,7 +199,7 @@ def blocks(
   tags, before = tags_of(template), b''
   out: list[Block] = []
   turn = -1
-  for own, run in itertools.groupby(segments, lambda s: s.author == 'policy'):
+  for own, run in itertools.groupby(segments, lambda s: s.author in ACTORS):
     if own:
       turn += 1
       if known is not None:

@@ -20,9 +20,7 @@ import zlib
 import numpy as np
 
 from searchrl_jax import lookup
-from searchrl_jax.types import SEARCH, SearchResult, Segment, Trajectory
-
-ACTORS = ('policy', 'teacher')  # authors of turns
+from searchrl_jax.types import ACTORS, SEARCH, SearchResult, Segment, Trajectory
 
 
 @dataclasses.dataclass(frozen=True)

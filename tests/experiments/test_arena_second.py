@@ -42,6 +42,16 @@ def test_a_digest_says_which_warm_start_an_arm_has(report, monkeypatch):
   assert run.digest(report, 'grpo', '0') != before
 
 
+def test_rows_with_a_warm_start_of_their_own_have_its_traces(report):
+  own = report.start('reseek').config(0)
+  assert own.sft.data.judged == 1 and 'hinted' not in own.sft.data
+  arm = report.arm('reseek').config(0)
+  assert 'hinted' not in arm.sft.data and arm.sft.data.judged == 1
+  positions = lambda c: c.model.arch.max_position_embeddings
+  skills = report.start('skills').config(0)
+  assert positions(own) == positions(arm) == positions(skills) == 1024
+
+
 def test_warm_starts_have_hints(report):
   start = report.start('even').config(3)
   assert start.sft.data.module == 'experiments.arena.hinted'
@@ -73,25 +83,33 @@ def test_half_of_the_traces_have_hints_and_fit(traces):
     assert env.answer(played) in trace.question.answers
 
 
-def test_each_kind_of_hint_occurs(traces):
-  hints = [t.question.text.partition('? ')[2] for t in traces]
-  hints = [hint for hint in hints if hint]
-  kinds = collections.Counter()
-  for hint in hints:
-    if hint.endswith(hinted.LABELS):
-      kinds['queries'] += 1
-    elif '<think>' in hint:
-      kinds['sibling'] += 1
-    elif '.' in hint:
-      kinds['anchors'] += 1
-    else:
-      kinds['facts or wordings'] += 1
-  assert min(kinds[k] for k in ('queries', 'sibling', 'anchors')) > 5
-  assert '<|unk|>' not in ''.join(hints)
+def kind_of(hint):
+  if hint.endswith(hinted.LABELS):
+    return 'queries'
+  if '<think>' in hint:
+    return 'sibling'
+  return 'anchors' if '.' in hint else 'facts or wordings'
+
+
+def test_hints_of_all_kinds_are_about_questions_of_all_kinds(traces):
+  told = [
+    (t.question.source, t.question.text.partition('? ')[2]) for t in traces
+  ]
+  pairs = collections.Counter((kind_of(h), kind) for kind, h in told if h)
+  for kind in ('1hop', '2hop', '3hop', '4hop', 'comparison'):
+    assert sum(pairs[hint, kind] > 0 for hint in {h for h, _ in pairs}) >= 3
+  hints = collections.Counter(kind_of(h) for _, h in told if h)
+  assert len(hints) == 4 and min(hints.values()) > 3
 
 
 def test_hints_have_words_that_the_policy_reads(traces):
-  """Each label is a token of its own: else right and wrong are one."""
+  """But for tags, which outside text has none of."""
   tok = hinted._environment().tokenizer
   found, no = (tok.encode(f' {word}') for word in hinted.LABELS)
   assert found != no and len(found) == len(no) == 1
+  unknown = tok.encode(' correct')
+  assert unknown == tok.encode(' incorrect')
+  for trace in traces:
+    text = trace.question.text
+    if kind_of(text) != 'sibling':
+      assert not {*unknown} & {*tok.encode(text)}, text

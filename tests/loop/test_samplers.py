@@ -174,6 +174,37 @@ def test_a_sampler_of_ones_own_is_given_the_rewards_of_the_config(
   assert first['rollout/trajectories'] == 8
 
 
+def test_traces_train_beside_what_the_policy_sampled(url, tmp_path):
+  c = config(url, sampler='traces', traces='tests.samplers.told', group=3)
+  fn = 'configs.methods.luffy.shaped'
+  c.algorithm.update(loss='mixed', foreign_objective=fn, minibatches=2)
+  c.log.trajectories_every = 1
+  train.train(c, str(tmp_path))
+  steps = lines(tmp_path / 'metrics.jsonl')
+  kept = [*records.read(tmp_path / 'trajectories')]
+  told = [r for r in kept if r.trajectory.foreign]
+  # A search for the person does not find what a question of two hops needs.
+  lacks = [r for r in kept if len(r.trajectory.question.supporting) > 1]
+  assert told and lacks and not {*map(id, told)} & {*map(id, lacks)}
+  for name, n in ('traces', len(told)), ('traces_left_out', len(lacks) / 3):
+    assert sum(s[f'rollout/{name}'] for s in steps) == n
+  for r in told:
+    t = r.trajectory
+    assert t.sample == 2 and r.kept and r.reward is not None
+    assert [s.request.query for s in t.searches] == [t.question.meta['path'][0]]
+    mine = [s for s in t.segments if s.author == 'teacher']
+    assert all(s.train and s.logps is s.versions is None for s in mine)
+    # Scored by the trainer, as all that it learns from.
+    train_ = np.concatenate([np.full(len(s.ids), s.train) for s in t.segments])
+    assert (np.isfinite(r.trainer_logps) == train_).all()
+  for s in steps:
+    assert 0 < s['train/foreign'] < 1 and s['train/grad_norm'] > 0
+    assert 0 < s['train/foreign_prob'] < 1
+    # Of the policy's tokens, which the engine sampled.
+    assert s['train/mismatch_max'] < 1e-3 and s['staleness/max'] == 0
+    assert s['train/tis_weight'] == pytest.approx(1, abs=1e-3)
+
+
 def test_a_sampler_that_cannot_work_is_refused_at_the_start(url, tmp_path):
   for fields in (dict(sampler='forest'), TREE | dict(group=4)):
     with pytest.raises(ConfigError, match='config.rollout'):
