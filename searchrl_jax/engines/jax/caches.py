@@ -26,12 +26,12 @@ def block_size() -> int:
 def length(max_len: int) -> int:
   """Positions of a slot's cache: max_len, in whole blocks if above two.
 
-  On an accelerator, in whole blocks of `live`.
+  On a GPU at least in whole blocks of `live`.
   """
-  block, short = block_size(), max_len
-  if sharding.platform() != 'cpu':
-    short = -(-max_len // live.BLOCK) * live.BLOCK
-  return short if max_len <= 2 * block else -(-max_len // block) * block
+  block = block_size()
+  if max_len <= 2 * block:
+    block = live.BLOCK if sharding.platform() == 'gpu' else 1
+  return -(-max_len // block) * block
 
 
 def like(cfg: DecoderConfig, mesh, axes, shape) -> jax.ShapeDtypeStruct:
@@ -78,11 +78,14 @@ def attend(cfg, q, k, v, positions, window: int = 0, mesh=None):
   """q [B, T, N, H] at positions [B, T] over rows of the caches k and v.
 
   A long cache is read block by block, with a running maximum, up to the last
-  position that any row needs; for a single token by a kernel on an accelerator,
-  up to that of each row (`live`). A position beyond a row's own changes nothing
-  in that row (a weight of 0, a factor of 1), so that a row's result does not
-  depend on the positions of other rows (design 5.10).
+  position that any row needs. For a single token a GPU reads up to that of each
+  row, by a kernel; where it does not fit, and on TPUs, the whole cache is read,
+  because each block would be copied first, and the host waited for between
+  them. A position beyond a row's own changes nothing in that row (a weight of
+  0, a factor of 1), so that a row's result does not depend on the positions of
+  other rows (design 5.10).
   window: tokens that a token sees, itself included; 0: all before it.
+  mesh: of the caches, outside `sharding.by_rows`.
   """
   B, T, N, H = q.shape
   time = axes(cfg)[0].index('time')
@@ -112,8 +115,8 @@ def attend(cfg, q, k, v, positions, window: int = 0, mesh=None):
     return top, jnp.sum(w, -1, keepdims=True), mixed(w, v)
 
   one = T == 1 and sharding.platform() != 'cpu'
-  if one and live.fits(k, v) and _whole(mesh):
-    total, o = 1.0, _live(cfg, q, k, v, positions, window, time, mesh)
+  if one and live.fits(q, v) and not _divided():
+    total, o = 1.0, _live(q, k, v, positions, window, time, mesh)
   elif one:
     # One kernel reads the scores, and writes weights in half precision.
     total, o = 1.0, mixed(jax.nn.softmax(masked(k, 0)), v)
@@ -140,23 +143,23 @@ def attend(cfg, q, k, v, positions, window: int = 0, mesh=None):
   return o.astype(v.dtype).transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
 
 
-def _whole(mesh) -> bool:
-  """Whether a kernel can be given its part of the heads.
-
-  Not where `sharding.by_rows` leaves an axis to the compiler.
-  """
-  cut = mesh is not None and mesh.shape['tensor'] > 1
-  return not cut or jax.sharding.get_abstract_mesh().empty
+def _divided() -> bool:
+  """Whether `sharding.by_rows` leaves an axis to the compiler: it cannot divide
+  a kernel."""
+  here = jax.sharding.get_abstract_mesh()
+  return not here.empty and len(here.manual_axes) < len(sharding.AXES)
 
 
-def _live(cfg, q, k, v, positions, window, time, mesh):
+def _live(q, k, v, positions, window, time, mesh):
+  """`live.attend`: float32 [B, K, G, 1, H]. Each device has its own heads."""
+
   def local(q, k, v, positions):
-    how = dict(window=window, time=time, platform=sharding.platform())
-    return live.attend(q[:, :, :, 0], k, v, positions[:, 0], **how)[0]
+    return live.attend(q[:, :, :, 0], k, v, positions[:, 0], window, time)[0]
 
-  if mesh is not None and mesh.shape['tensor'] > 1:
-    names = 'batch', 'kv_heads', None, None
-    part = sharding.spec(mesh, names, k.shape)
+  # Within `by_rows`, this is one device.
+  inside = not jax.sharding.get_abstract_mesh().empty
+  if mesh is not None and mesh.size > 1 and not inside:
+    part = sharding.spec(mesh, ('batch', 'kv_heads', None, None), k.shape)
     rows = sharding.spec(mesh, ('batch', None), positions.shape)
     local = jax.shard_map(
       local,
