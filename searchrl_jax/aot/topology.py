@@ -19,8 +19,8 @@ class Chip:
 
   device_kind: JAX's name. memory: bytes. bandwidth: of memory, bytes/s. link:
   bytes/s in one direction to devices of the same node (NVLink) or slice (ICI).
-  network: bytes/s of one device to other nodes (0: there are none). cache: bytes,
-  of all processors together, that the compiler does not manage.
+  network: bytes/s of one device to other nodes (0: there are none). cache: in
+  bytes, of the one before the memory; 0: the compiler says what is near.
   """
 
   device_kind: str

@@ -48,7 +48,7 @@ def fits(q, v) -> bool:
 
 
 def _ampere(device) -> bool:
-  """Triton compiles for it. A device that only compiles, a CPU, does not say."""
+  """Whether Triton compiles for it. Other devices only compile: no number."""
   version = getattr(device, 'compute_capability', '8.0').partition('.')[0]
   return version.isdecimal() and int(version) >= 8
 
