@@ -318,6 +318,7 @@ def show(config, name: str, vocab_size: int) -> int:
   jax.config.update('jax_platforms', 'cpu')
   # What was compiled for a device that is not here cannot be loaded.
   jax.config.update('jax_enable_compilation_cache', False)
+  live.compiling_for_hopper()
   platform, devices = 'gpu' if topology.gpu else 'tpu', topology.devices()
   with (
     sharding.compiling_for(platform, topology.own(devices)),

@@ -62,6 +62,7 @@ if sys.argv[1] == 'ampere':
   ):
     assert old in topology._HOPPER
     topology._HOPPER = topology._HOPPER.replace(old, new)
+live.compiling_for_hopper()
 (device,) = topology.parse('h200:1x1').devices()
 where = jax.sharding.SingleDeviceSharding(device)
 shape = lambda dtype, *sizes: jax.ShapeDtypeStruct(sizes, dtype, sharding=where)

@@ -9,6 +9,8 @@ the bytes follow the length of each row, and a row's result does not depend on
 other rows, bit by bit (design 5.10). Softmax with a running maximum: Milakov
 and Gimelshein 2018 (arXiv 1805.02867).
 
+Pallas compiles it by Triton, which JAX 0.11 calls deprecated and still has.
+
 For TPUs there is none. One by Mosaic was tried and compiled: of 3B with 64
 slots on v5p, a token moved 33.6 GB instead of 21.9, because XLA copied both
 caches of every layer from the layout in which it writes them to the kernel's.
@@ -51,6 +53,21 @@ def _ampere(device) -> bool:
   """Whether Triton compiles for it. Other devices only compile: no number."""
   version = getattr(device, 'compute_capability', '8.0').partition('.')[0]
   return version.isdecimal() and int(version) >= 8
+
+
+def compiling_for_hopper() -> None:
+  """Compiles for GPUs of this family that are only described, from now on.
+
+  As of JAX 0.11, Pallas asks the device, and refuses those that it does not
+  know; what it knows is private.
+  """
+  try:
+    from jax._src.pallas.triton import gpu_info
+  except ImportError:
+    return
+  hopper = gpu_info.GpuVersion.H100
+  known = lambda: gpu_info.get_gpu_info_from_version(hopper)
+  gpu_info.registry.setdefault('cpu', known)
 
 
 def attend(q, k, v, positions, window=0, time=2, interpret=False):
