@@ -19,7 +19,6 @@ caches of every layer from the layout in which it writes them to the kernel's.
 import math
 
 import jax
-from jax.experimental import pallas as pl
 import jax.numpy as jnp
 import numpy as np
 
@@ -86,7 +85,8 @@ def attend(q, k, v, positions, window=0, time=2, interpret=False):
     float32 [B, K, G, H], and int32 [B, K, R], the blocks that each program has
     read, as it counted them.
   """
-  from jax.experimental.pallas import triton  # only GPUs need it
+  from jax.experimental import pallas as pl  # only GPUs need it
+  from jax.experimental.pallas import triton
 
   B, K, G, H = q.shape
   size = _block(v)
