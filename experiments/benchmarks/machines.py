@@ -38,7 +38,9 @@ HEAD = (
 SHORT = {
   'at most 90% of the memory is used': 'memory',
   'gradients are reduce-scattered, not all-reduced': 'reduce-scatter',
-  'an untruncated token reads at most 1.3 times weights and cache': 'reads',
+  'an untruncated token reads at most 1.3 times weights and live cache': (
+    'reads'
+  ),
 }
 
 

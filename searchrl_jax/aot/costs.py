@@ -34,7 +34,7 @@ def of_run(config, cfg, mesh, working: int | None = None) -> Costs:
   trained = learner.Learner(config, cfg, mesh)
   like = trained.like()
   state, critic = like['state'], like['critic']
-  own = _bytes(state.params)
+  own = nbytes(state.params)
   engine, limit, r = config.engine, config.env.max_tokens, config.rollout
   # Its own copy: the update gives the trainer's away.
   own_cfg = dataclasses.replace(cfg, dtype=engine.dtype)
@@ -50,11 +50,11 @@ def of_run(config, cfg, mesh, working: int | None = None) -> Costs:
     working = max(getattr(x, 'temp_size_in_bytes', 0) for x in found)
   rows = {'parameters (float32)': own}
   if trained.frozen:
-    rows[f'frozen parameters ({cfg.lora.dtype})'] = _bytes(trained.frozen)
+    rows[f'frozen parameters ({cfg.lora.dtype})'] = nbytes(trained.frozen)
   if ref := trained.fixed['reference']:
-    rows['reference parameters'] = _bytes(ref)
+    rows['reference parameters'] = nbytes(ref)
   rows |= {
-    'optimizer': _bytes(state.opt_state),
+    'optimizer': nbytes(state.opt_state),
     'gradients, accumulated': own,
     'update: activations, head, fresh gradients': working,
   }
@@ -64,8 +64,8 @@ def of_run(config, cfg, mesh, working: int | None = None) -> Costs:
   if engine.module == 'jax':
     cache = caches.abstract(own_cfg, engine.slots, engine.max_len, here)
     name = f'engine: cache, {engine.slots} slots x {engine.max_len} tokens'
-    rows['engine: weights'] = _bytes(decode.abstract(own_cfg, here))
-    rows[name] = _bytes(cache)
+    rows['engine: weights'] = nbytes(decode.abstract(own_cfg, here))
+    rows[name] = nbytes(cache)
     room = device.room(own_cfg, engine)
     paused = min(steps * flying, room.capacity(limit)) - engine.slots
     paused = max(paused, 0)
@@ -74,12 +74,12 @@ def of_run(config, cfg, mesh, working: int | None = None) -> Costs:
     host[name] = paused * room.size(limit) * device.bytes_per_token(own_cfg)
   if critic:
     # Its working memory is the policy's without the head: one at a time.
-    size = 2 * _bytes(critic.params) + _bytes(critic.opt_state)
+    size = 2 * nbytes(critic.params) + nbytes(critic.opt_state)
     rows['critic: parameters, optimizer, gradients'] = size
   rows['in all'] = sum(rows.values())
   size = steps * r.questions * r.group * limit * TOKEN_BYTES
   host[f'trajectories, {steps} steps at {limit} tokens each'] = size
-  host['checkpoint, while it is written'] = _bytes(like) * here.size
+  host['checkpoint, while it is written'] = nbytes(like) * here.size
   plan |= arithmetic(config, trained.shards)
   plan['updates in the run'] = f'{optim.updates(config):,}'
   return Costs(rows, host, plan)
@@ -139,7 +139,7 @@ def _table(title: str, width: int, rows: Mapping, unit: int = 0) -> list[str]:
   return ['', title, *(f'  {k:<{width}}{v:>12}' for k, v in values.items())]
 
 
-def _bytes(shapes) -> int:
+def nbytes(shapes) -> int:
   """Of one device."""
   own = lambda x: math.prod(x.sharding.shard_shape(x.shape))
   return sum(own(x) * x.dtype.itemsize for x in jax.tree.leaves(shapes))

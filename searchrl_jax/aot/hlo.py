@@ -4,7 +4,7 @@ XLA's cost analysis is absent for GPUs and counts the body of a loop once. Here
 every instruction counts as often as the loops around it run.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 import dataclasses
 import functools
 import math
@@ -117,10 +117,17 @@ class Program:
     text: `jax.stages.Compiled.as_text()`.
     unknown: how often a loop of unknown length runs.
     once: whether loops that are in no other one count as one step of theirs.
+    reads: the share of its operands that a kernel of a JAX operation reads.
   """
 
-  def __init__(self, text: str, unknown: int = 1, once: bool = False):
-    self._unknown, self._once = unknown, once
+  def __init__(
+    self,
+    text: str,
+    unknown: int = 1,
+    once: bool = False,
+    reads: Callable[[str], float] = lambda op: 1.0,
+  ):
+    self._unknown, self._once, self._reads = unknown, once, reads
     self.computations: dict[str, dict[str, Instruction]] = {}
     self.entry, current = '', None
     header = re.search(r'\bnum_partitions=(\d+)', text)
@@ -246,11 +253,12 @@ class Program:
     names = dict.fromkeys(i.target for i in self.instructions())
     return [*filter(None, names)]
 
-  def traffic(self, where=lambda loop, branch: True) -> int:
-    """Bytes that kernels read and write, as if no kernel's data stayed in a
-    cache. Of an operand of which a kernel reads slices alone, the slices.
+  def traffic(self, where=lambda loop, branch: True, near: int = 0) -> int:
+    """Bytes that kernels read and write in memory. Of an operand of which a
+    kernel reads slices alone, the slices.
 
     where: (whether in a loop, whether in a branch) -> whether it counts.
+    near: results of at most so many bytes stay in a cache until they are read.
     """
     total = 0
     for name, (times, *place) in self.times.items():
@@ -260,10 +268,12 @@ class Program:
       for i in members.values():
         free = i.opcode in _FREE or i.target in _FREE
         if not free and not i.opcode.endswith('-done'):
-          total += times * self._moved(i, members)
+          total += times * self._moved(i, members, near)
     return total
 
-  def _moved(self, i: Instruction, members: dict[str, Instruction]) -> int:
+  def _moved(
+    self, i: Instruction, members: dict[str, Instruction], near: int = 0
+  ) -> int:
     inner: dict[str, Instruction] = {}
     if i.opcode == 'fusion':
       inner = self.computations[i.called[0]]
@@ -277,12 +287,24 @@ class Program:
         size = min(size, i.nbytes)
       elif i.opcode in _IN_PLACE and not at:
         size = 0
-      total += size
+      if i.target:
+        size = round(size * self._reads(i.op))
+      if not _near(members.get(operand), members, near):
+        total += size
     root = self._root(i)
     if root.opcode in _IN_PLACE:
       update = root.operands[_IN_PLACE[root.opcode]]
       return total + (inner or members)[update].nbytes * (i.stored > 0)
-    return total + i.stored
+    stored = (s.nbytes for s in i.results if not s.near)
+    return total + sum(size for size in stored if size > near)
+
+
+def _near(i: Instruction | None, members: dict, near: int) -> bool:
+  """Whether it is a kernel's result of at most `near` bytes."""
+  small = i is not None and i.nbytes <= near
+  while i and i.opcode in ('bitcast', 'get-tuple-element'):
+    i = members.get(i.operands[0])
+  return small and i is not None and i.opcode not in _FREE
 
 
 def _sliced(parameter: Instruction, inner: dict, whole: int) -> int:

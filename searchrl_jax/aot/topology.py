@@ -19,7 +19,8 @@ class Chip:
 
   device_kind: JAX's name. memory: bytes. bandwidth: of memory, bytes/s. link:
   bytes/s in one direction to devices of the same node (NVLink) or slice (ICI).
-  network: bytes/s of one device to other nodes (0: there are none).
+  network: bytes/s of one device to other nodes (0: there are none). cache: in
+  bytes, of the one before the memory; 0: the compiler says what is near.
   """
 
   device_kind: str
@@ -27,12 +28,14 @@ class Chip:
   bandwidth: float
   link: float
   network: float = 0.0
+  cache: int = 0
 
 
 GIB = 2**30
+L2 = 50 * 2**20  # of Hopper
 CHIPS = {
-  'h100': Chip('NVIDIA H100 80GB HBM3', 80 * GIB, 3.35e12, 450e9, 50e9),
-  'h200': Chip('NVIDIA H200 141GB HBM3e', 141 * GIB, 4.8e12, 450e9, 50e9),
+  'h100': Chip('NVIDIA H100 80GB HBM3', 80 * GIB, 3.35e12, 450e9, 50e9, L2),
+  'h200': Chip('NVIDIA H200 141GB HBM3e', 141 * GIB, 4.8e12, 450e9, 50e9, L2),
   'v5e': Chip('TPU v5 lite', 16 * GIB, 0.819e12, 200e9),
   'v5p': Chip('TPU v5', 95 * GIB, 2.765e12, 600e9),
   'v6e': Chip('TPU v6 lite', 32 * GIB, 1.64e12, 448e9),
@@ -46,7 +49,7 @@ gpu_device_info {{
   threads_per_core_limit: 2048    core_count: 132   fpus_per_core: 128
   block_dim_limit_x: 2147483647   block_dim_limit_y: 65535
   block_dim_limit_z: 65535        memory_bandwidth: {bandwidth:.0f}
-  l2_cache_size: 52428800         clock_rate_ghz: 1.98
+  l2_cache_size: {cache}         clock_rate_ghz: 1.98
   device_memory_size: {memory}    shared_memory_per_block_optin: 232448
   cuda_compute_capability {{ major: 9 feature_extension: ACCELERATED_FEATURES }}
   registers_per_core_limit: 65536 registers_per_block_limit: 65536

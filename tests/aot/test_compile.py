@@ -45,6 +45,50 @@ def test_the_programs_of_3b_hold(topology, machine, slots):
   assert '\nsearch: arguments 3.9' in text  # of 30 GiB on eight devices
 
 
+# Decode attention for GPUs of two families: the shared memory differs.
+LIVE = """
+import itertools, sys
+from searchrl_jax.aot import topology
+topology.prepare()
+import jax
+from jax import numpy as jnp
+from searchrl_jax.devices import sharding
+from searchrl_jax.engines.jax import live
+
+if sys.argv[1] == 'ampere':
+  for old, new in (
+    ('optin: 232448', 'optin: 101376'),
+    ('major: 9 feature_extension: ACCELERATED_FEATURES', 'major: 8 minor: 6'),
+  ):
+    assert old in topology._HOPPER
+    topology._HOPPER = topology._HOPPER.replace(old, new)
+live.compiling_for_hopper()
+(device,) = topology.parse('h200:1x1').devices()
+where = jax.sharding.SingleDeviceSharding(device)
+shape = lambda dtype, *sizes: jax.ShapeDtypeStruct(sizes, dtype, sharding=where)
+dtypes = jnp.float32, jnp.bfloat16, jnp.float16
+for dtype, H, G in itertools.product(dtypes, (64, 128, 256), (3, 16)):
+  v = shape(dtype, 2, 2, 640, H)
+  k = v if G == 3 else shape(dtype, 2, 2, H, 640)
+  with sharding.compiling_for('gpu'):
+    assert live.fits(shape(dtype, 2, 2, G, 1, H), v)
+  f = lambda *x: live.attend(*x, window=9 * G, time=2 if G == 3 else 3)
+  for precision in ('default', 'highest'):
+    with jax.default_matmul_precision(precision):
+      jax.jit(f).lower(
+        shape(dtype, 2, 2, G, H), k, v, shape(jnp.int32, 2)
+      ).compile()
+print('compiled')
+"""
+
+
+@pytest.mark.parametrize('family', ['hopper', 'ampere'])
+def test_the_kernel_compiles_for_all_that_it_takes(family):
+  command = [sys.executable, '-c', LIVE, family]
+  done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+  assert done.stdout == 'compiled\n', done.stderr[-2000:]
+
+
 def test_a_token_reads_weights_and_cache_once():
   """Of six layers of the 7B, beside adapters, which XLA would join with copies
   of the weights."""

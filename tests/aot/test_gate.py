@@ -1,5 +1,7 @@
 """The report on programs that are compiled for a topology."""
 
+import dataclasses
+import functools
 import importlib.util
 import math
 import re
@@ -12,10 +14,12 @@ import pytest
 from configs import search_r1
 from searchrl_jax.aot import gate, hlo, topology
 from searchrl_jax.devices import sharding
+from searchrl_jax.engines.jax import live
 from searchrl_jax.models import parameters
 from searchrl_jax.run import build
 from tests import tiny
 from tests.conftest import ROOT
+from tests.engines import common
 
 H200 = topology.parse('h200:1x8')
 
@@ -248,6 +252,30 @@ def test_decoding_counts_one_token_of_its_chunk(name, times):
   mesh = sharding.make_mesh(devices=jax.devices()[:1])
   found = gate.Program(name, traced, traced.lower().compile(), mesh)
   assert max(n for n, *_ in found.hlo.times.values()) == times
+
+
+@pytest.mark.long
+@pytest.mark.skipif(jax.device_count() < 4, reason='needs four devices')
+@pytest.mark.parametrize('tensor', [1, 2])
+def test_what_a_token_need_not_read_of_its_cache(tensor, monkeypatch):
+  """Where the kernel is in the program. One layer has a window."""
+  inside = functools.partial(live.attend, interpret=True)
+  monkeypatch.setattr(live, 'attend', inside)
+  engine = common.config(slots=2, max_len=900, chunk=1)
+  changes = dict(head_dim=64, window=128, global_every=2)
+  cfg = dataclasses.replace(common.CFG, **changes)
+  with sharding.compiling_for('gpu'):
+    mesh = sharding.make_mesh(2, 1, tensor)
+    found = next(gate._sampler(engine, cfg, mesh))
+  said = gate.describe(found, H200)[0]
+  if tensor == 2:  # an axis that is left to the compiler
+    assert not found.idle and said.endswith('(memory)')
+    return
+  # Of 1,024 positions, 1 to 400 and the last 128 of them.
+  cache = 2 * 2 * 64 * 4  # bytes a position, of the slot of a device
+  seen = 200.5 + (sum(range(129)) + 272 * 128) / 400
+  assert found.idle == pytest.approx((2 * 1024 - seen) * cache)
+  assert said.endswith('(memory) with contexts of 200 tokens on average')
 
 
 @pytest.mark.long

@@ -1,5 +1,6 @@
 """Topologies, and what the text of a compiled program says."""
 
+import functools
 import pathlib
 
 import jax
@@ -106,6 +107,40 @@ def test_traffic_counts_slices_and_inner_loops():
   assert hlo.Program(TEXT).traffic() == 3 * (step + inner) + last
   assert hlo.Program(TEXT, unknown=5).traffic() == 3 * (step + 5 * inner) + last
   assert hlo.Program(TEXT).traffic(lambda loop, _: not loop) == last
+
+
+def test_small_results_stay_near():
+  """Arguments and larger results are in memory all the same."""
+  text = """HloModule m
+ENTRY %main (x: f32[8], y: f32[2]) -> f32[16] {
+  %x = f32[8]{0} parameter(0)
+  %y = f32[2]{0} parameter(1)
+  %small = (f32[8]{0}, f32[32]{0}) custom-call(%x, %y), custom_call_target="k"
+  %part = f32[8]{0} get-tuple-element(%small), index=0
+  %rest = f32[32]{0} get-tuple-element(%small), index=1
+  %again = f32[16]{0} concatenate(%part, %rest, %x)
+  ROOT %last = f32[16]{0} add(%again, %again)
+}"""
+  everywhere = lambda loop, branch: True
+  traffic = functools.partial(hlo.Program(text).traffic, everywhere)
+  large = 4 * (8 + 2 + 8) + 2 * 4 * 32  # arguments; what is above 64 bytes
+  assert traffic(64) == large
+  assert traffic(32) == large + 4 * 64
+  assert traffic(0) == large + 4 * 64 + 2 * 32
+
+
+def test_kernels_that_read_a_part_are_known_by_their_operation():
+  text = """HloModule m
+ENTRY %main (x: f32[8]) -> f32[2] {
+  %x = f32[8]{0} parameter(0)
+  %y = f32[2]{0} custom-call(%x), custom_call_target="k", \
+metadata={op_name="jit(f)/half/kernel"}
+  ROOT %z = f32[2]{0} custom-call(%x), custom_call_target="k", \
+metadata={op_name="jit(f)/kernel"}
+}""".replace('\\\n', '')
+  reads = lambda op: 0.5 if 'half' in op else 1.0
+  assert hlo.Program(text, reads=reads).traffic() == 16 + 8 + 32 + 8
+  assert hlo.Program(text).traffic() == 2 * (32 + 8)
 
 
 def test_branches_are_told_apart():

@@ -314,6 +314,25 @@ def test_frequencies_and_logps(vocab, temperature, top_k, top_p):
   np.testing.assert_allclose(logps, np.log(p[ids]), atol=1e-5)
 
 
+@pytest.mark.parametrize('platform', ['cpu', 'gpu'])
+def test_what_truncation_keeps(platform):
+  """Of each row for itself; a logit of -inf is the last. Ties are kept."""
+  rng = np.random.default_rng(0)
+  k = np.array([0, 0, 0, 1, 7, 300, 7, 20, 1], np.int32)
+  p = np.array([1, 0.9, 1e-6, 1, 1, 1, 0.6, 0.97, 0.5], np.float32)
+  x = rng.normal(0, 3, (len(k), 300)).astype(np.float32)
+  x[:, 5] = -np.inf
+  with sharding.compiling_for(platform):
+    cut = jax.jit(lambda *x: decode.truncation(*x))(x, k, p)
+    ties = decode.truncation(jnp.zeros((2, 9)), k[4:6], p[6:8])
+  kept = np.asarray(decode.ordered(x)) >= np.asarray(cut)[:, None]
+  for row, k_, p_, found in zip(x, k, p, kept, strict=True):
+    wanted = truncated(row, 1.0, k_, p_) > 0
+    wanted[5] = not k_ % 300 and p_ == 1  # nothing is cut
+    np.testing.assert_array_equal(found, wanted)
+  assert (np.asarray(ties) == 0).all()
+
+
 def test_frequencies_through_the_engine(engine):
   """4,000 seeds of one position, with a slot's own settings beside others."""
   start = prompt(engine, 5)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from searchrl_jax.devices import sharding
+from searchrl_jax.engines.jax import live
 from searchrl_jax.models import attention
 from searchrl_jax.models.decoder import DecoderConfig
 
@@ -23,9 +24,14 @@ def block_size() -> int:
 
 
 def length(max_len: int) -> int:
-  """Positions of a slot's cache: max_len, in whole blocks if above two."""
+  """Positions of a slot's cache: max_len, in whole blocks if above two.
+
+  On a GPU at least in whole blocks of `live`.
+  """
   block = block_size()
-  return max_len if max_len <= 2 * block else -(-max_len // block) * block
+  if max_len <= 2 * block:
+    block = live.BLOCK if sharding.platform() == 'gpu' else 1
+  return -(-max_len // block) * block
 
 
 def like(cfg: DecoderConfig, mesh, axes, shape) -> jax.ShapeDtypeStruct:
@@ -68,16 +74,18 @@ def make(cfg: DecoderConfig, slots: int, max_len: int, mesh=None) -> list:
   return jax.tree.map(zeros, abstract(cfg, slots, max_len, mesh))
 
 
-def attend(cfg, q, k, v, positions, window: int = 0):
+def attend(cfg, q, k, v, positions, window: int = 0, mesh=None):
   """q [B, T, N, H] at positions [B, T] over rows of the caches k and v.
 
   A long cache is read block by block, with a running maximum, up to the last
-  position that any row needs. For a single token an accelerator reads the whole
-  cache, because it would copy each block first and wait for the host between
+  position that any row needs. For a single token a GPU reads up to that of each
+  row, by a kernel; where it does not fit, and on TPUs, the whole cache is read,
+  because each block would be copied first, and the host waited for between
   them. A position beyond a row's own changes nothing in that row (a weight of
   0, a factor of 1), so that a row's result does not depend on the positions of
   other rows (design 5.10).
   window: tokens that a token sees, itself included; 0: all before it.
+  mesh: of the caches, outside `sharding.by_rows`.
   """
   B, T, N, H = q.shape
   time = axes(cfg)[0].index('time')
@@ -106,7 +114,10 @@ def attend(cfg, q, k, v, positions, window: int = 0):
     w = jnp.exp(s - top)
     return top, jnp.sum(w, -1, keepdims=True), mixed(w, v)
 
-  if T == 1 and sharding.platform() != 'cpu':
+  one = T == 1 and sharding.platform() != 'cpu'
+  if one and live.fits(q, v) and not _divided():
+    total, o = 1.0, _live(q, k, v, positions, window, time, mesh)
+  elif one:
     # One kernel reads the scores, and writes weights in half precision.
     total, o = 1.0, mixed(jax.nn.softmax(masked(k, 0)), v)
   elif S <= 2 * block:
@@ -130,6 +141,34 @@ def attend(cfg, q, k, v, positions, window: int = 0):
     _, total, o = jax.lax.fori_loop(first, blocks, step, start)
   o = o / total  # last: H numbers a head rather than S
   return o.astype(v.dtype).transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
+
+
+def _divided() -> bool:
+  """Whether `sharding.by_rows` leaves an axis to the compiler: it cannot divide
+  a kernel."""
+  here = jax.sharding.get_abstract_mesh()
+  return not here.empty and len(here.manual_axes) < len(sharding.AXES)
+
+
+def _live(q, k, v, positions, window, time, mesh):
+  """`live.attend`: float32 [B, K, G, 1, H]. Each device has its own heads."""
+
+  def local(q, k, v, positions):
+    return live.attend(q[:, :, :, 0], k, v, positions[:, 0], window, time)[0]
+
+  # Within `by_rows`, this is one device.
+  inside = not jax.sharding.get_abstract_mesh().empty
+  if mesh is not None and mesh.size > 1 and not inside:
+    part = sharding.spec(mesh, ('batch', 'kv_heads', None, None), k.shape)
+    rows = sharding.spec(mesh, ('batch', None), positions.shape)
+    local = jax.shard_map(
+      local,
+      mesh=mesh,
+      in_specs=(part, part, part, rows),
+      out_specs=part,
+      check_vma=False,
+    )
+  return local(q, k, v, positions)[:, :, :, None]
 
 
 def write(cfg, cache, slots, positions, new, mesh):
