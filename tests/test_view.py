@@ -16,6 +16,8 @@ from searchrl_jax.store.records import RunError
 from searchrl_jax.types import Passage, SearchRequest, SearchResult
 from tests import browsers, here, viewed
 
+pytestmark = pytest.mark.slow
+
 BIDI = '\u202eevil\u2066'
 SCRIPT = '</script><script>window.owned=1</script><img src=x onerror=owned=1>'
 HOSTILE = f'{SCRIPT}{BIDI}\u2028-->\u2029{{{{nonce}}}}'

@@ -12,6 +12,8 @@ from searchrl_jax.devices import sharding
 from searchrl_jax.engines.jax import caches, decode, live
 from tests.engines.common import CFG, make_params
 
+pytestmark = pytest.mark.slow
+
 B, K, G, H, S = 5, 2, 3, 64, 640  # five blocks
 LAST = np.array([0, 127, 128, 400, S - 1], np.int32)
 attend = functools.partial(live.attend, interpret=True)

@@ -18,6 +18,8 @@ from searchrl_jax.text import prompts
 from tests import tiny
 from tests.test_commands import command
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope='module')
 def url(tmp_path_factory):

@@ -38,6 +38,8 @@ from searchrl_jax.types import (
 from searchrl_jax.worlds import atlas, atlas_traces, microtraces
 from searchrl_jax.worlds.microdocuments import NOTHING
 
+pytestmark = pytest.mark.slow
+
 SMALL = dict(train=60, heldout=40, known=20)
 
 

@@ -16,6 +16,8 @@ from experiments.benchmarks import harness, memory, models
 from searchrl_jax.lookup import ConfigError
 from tests.conftest import ROOT
 
+pytestmark = pytest.mark.slow
+
 LOADED = """
 import os, sys
 heavy = []

@@ -12,8 +12,8 @@ import pytest
 
 from configs import ssp
 from experiments import table
+from experiments.arena import arms, selfplay
 from experiments.arena import run as arena
-from experiments.arena import selfplay
 from experiments.ssp import game, start
 from experiments.ssp import oracle as oracles
 from experiments.ssp import traces as scripts
@@ -552,7 +552,7 @@ def test_the_bars():
 
 
 def test_runs_from_before_these_fields_still_count():
-  sweep = arena.arms.get_sweep('recipes')
-  kept = arena.load_runs(arena.arms.FOLDER)['recipes']['ssp']
+  sweep = arms.get_sweep('recipes')
+  kept = arena.load_runs(arms.FOLDER)['recipes']['ssp']
   for case, about in kept.items():
     assert about['config'] == arena.digest(sweep, 'ssp', case)

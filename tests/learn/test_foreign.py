@@ -14,6 +14,8 @@ from searchrl_jax.learn import batching, losses, objectives, update
 from tests.learn.test_losses import KW, draw
 from tests.learn.test_update import config, microbatches, params, updater
 
+pytestmark = pytest.mark.slow
+
 MIXED = {
   'algorithm.loss': 'mixed',
   'algorithm.foreign_objective': 'tests.learn.test_foreign.f',

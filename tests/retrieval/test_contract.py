@@ -22,6 +22,8 @@ from tests.retrieval.vectors import (
   unit,
 )
 
+pytestmark = pytest.mark.slow
+
 P = 2000
 TWINS = (7, 50, 51, 300, 1999)  # the same text
 

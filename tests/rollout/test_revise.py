@@ -21,6 +21,8 @@ from tests.fakes import (
 from tests.rollout.test_chains import QUESTIONS
 from tests.rollout.test_samplers import Counting, turns
 
+pytestmark = pytest.mark.slow
+
 
 def saying(reply):
   """A policy that searches twice and answers, and as a refiner replies."""

@@ -26,6 +26,8 @@ from tests.fakes import (
 )
 from tests.rollout.test_chains import QUESTIONS, of_question, seen
 
+pytestmark = pytest.mark.slow
+
 SAMPLERS = {
   'chains': dict(sampler='chains', group=6),
   'tree': dict(sampler='tree', group=6, trees=2, rounds=1),

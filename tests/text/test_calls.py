@@ -20,6 +20,8 @@ from searchrl_jax.types import Passage, Question, SearchError, SearchResult
 from tests import scripted
 from tests.scripted import QUESTION, passage, shown
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip('jinja2', reason='chat templates need jinja2')
 
 CALCULATOR = calculator.functions(None)[0]
