@@ -17,7 +17,7 @@ changed since runs again, in another --workdir or after its folder is removed,
 and what it was before counts no more; results leave out seeds that no phase
 lists. Tuning writes tuned.json, and every phase results.json, claims with their
 verdicts so far, and means.csv, the means of all arms with intervals. With
-another base these files lie in --workdir. """
+another base these files lie in --workdir."""
 
 import csv
 import functools
