@@ -1,11 +1,11 @@
-"""Sizes of a run by the name of a machine, for Qwen2.5-3B and 7B, and `small`
-ones for a pretrained model of some 100 million parameters.
+"""Sizes of a run by the name of a machine, for Qwen2.5-3B and 7B and Gemma 3,
+and `small` ones for a pretrained model of some 100 million parameters.
 
   python -m searchrl_jax.train \\
     --config=configs/search_r1.py:model=Qwen/Qwen2.5-7B,machine=h200x8
 
 CHIPxN is one node of N GPUs, CHIPxNxM M such nodes with a process on each.
-v5p32 is a TPU slice of 16 chips (its name counts cores).
+v5p32 is a TPU slice of 16 chips (its name counts cores), v5e8 one of 8.
 A device computes one row of the longest length at a time. docs/machines.md has
 what the compilers say of each preset.
 """
@@ -14,12 +14,14 @@ from typing import NamedTuple
 
 # What `--topology` calls them.
 TOPOLOGIES = {
+  'h100x1': 'h100:1x1',
   'h200x1': 'h200:1x1',
   'h200x8': 'h200:1x8',
   'h100x8': 'h100:1x8',
   'h100x8x4': 'h100:4x8',
   'v5p32': 'v5p:2x2x4',
   'v5e64': 'v5e:8x8',
+  'v5e8': 'v5e:2x4',
 }
 # Of the rows of an update, by the tokens of a trajectory at most.
 LENGTHS = {4608: (256, 512, 1024, 2048, 4608), 16384: (256, 1024, 4096, 16384)}
@@ -38,7 +40,7 @@ class Preset(NamedTuple):
   remat: str = 'block'
 
 
-# (machine, parameters, tokens of a trajectory at most)
+# (machine, what the model's name has in it, tokens of a trajectory at most)
 PRESETS = {
   ('h200x1', '3b', 4608): Preset((1, 1, 1), 192, remat='matmuls'),
   ('h200x1', '3b', 16384): Preset((1, 1, 1), 64, remat='attention'),
@@ -64,6 +66,21 @@ PRESETS = {
   ('v5e64', '3b', 16384): Preset((1, 32, 2), 16),
   ('v5e64', '7b', 4608): Preset((1, 16, 4), 64, remat='attention'),
   ('v5e64', '7b', 16384): Preset((1, 16, 4), 4),
+  ('h100x1', 'gemma-3-270m', 4608): Preset((1, 1, 1), 256, remat='matmuls'),
+  ('h100x1', 'gemma-3-1b', 4608): Preset((1, 1, 1), 256, remat='matmuls'),
+  ('h100x1', 'gemma-3-4b', 4608): Preset((1, 1, 1), 48, rank=32),
+  ('h100x8', 'gemma-3-270m', 4608): Preset(
+    (1, 8, 1), 1024, 256.0, remat='matmuls'
+  ),
+  ('h100x8', 'gemma-3-1b', 4608): Preset(
+    (1, 8, 1), 1024, 256.0, remat='matmuls'
+  ),
+  ('h100x8', 'gemma-3-4b', 4608): Preset(
+    (1, 8, 1), 256, 256.0, remat='matmuls'
+  ),
+  ('v5e8', 'gemma-3-270m', 4608): Preset((1, 8, 1), 256, remat='matmuls'),
+  ('v5e8', 'gemma-3-1b', 4608): Preset((1, 8, 1), 128),
+  ('v5e8', 'gemma-3-4b', 4608): Preset((1, 2, 4), 32),
 }
 
 
@@ -127,12 +144,13 @@ def apply(c, machine: str, model: str, tokens: int) -> None:
 
   Args:
     machine, tokens: of a preset.
-    model: a name or folder that says '3b' or '7b'.
+    model: a name or folder that has that of a preset in it, such as '3b'.
 
   Raises:
     ValueError: there is no preset.
   """
-  sizes = [s for s in ('3b', '7b') if s in model.lower().split('/')[-1]]
+  known = dict.fromkeys(size for _, size, _ in PRESETS)
+  sizes = [s for s in known if s in model.lower().split('/')[-1]]
   if len(sizes) != 1 or (machine, sizes[0], tokens) not in PRESETS:
     raise ValueError(
       f'config argument machine={machine!r}: no preset for model={model!r} '

@@ -49,13 +49,18 @@ def path(key: tuple) -> pathlib.Path:
   return RESULTS / f'aot_{"_".join(map(str, key))}.txt'
 
 
+def model(size: str) -> str:
+  """The name of a preset's model; '3b' and '7b' are of Qwen2.5."""
+  return size if '-' in size else f'qwen2.5-{size}'
+
+
 def arguments(key: tuple) -> list[str]:
   """Of `python -m searchrl_jax.doctor`."""
   machine, size, tokens = key
   return [
     f'--topology={machines.TOPOLOGIES[machine]}',
     '--config=configs/search_r1.py:'
-    f'model=qwen2.5-{size},machine={machine},tokens={tokens}',
+    f'model={model(size)},machine={machine},tokens={tokens}',
     # Shorter rows take less memory, and minutes to compile for TPUs.
     f'--config.batch.lengths=({tokens},)',
   ]
@@ -106,7 +111,7 @@ def row(key: tuple) -> str:
   memory = find(r'is used: ([\d.]+) of (\d+) GiB')
   columns = [
     machine,
-    f'{size.upper()}{f", adapters of rank {preset.rank}" * bool(preset.rank)}',
+    f'{model(size)}{f", adapters of rank {preset.rank}" * bool(preset.rank)}',
     f'{tokens:,}',
     parts or 'one device',
     f'{preset.slots:,}',

@@ -16,7 +16,8 @@ from tests.conftest import ROOT
 
 def config(key):
   machine, size, tokens = key
-  arg = f'model=Qwen/Qwen2.5-{size.upper()},machine={machine},tokens={tokens}'
+  name = reports.model(size)
+  arg = f'model={name},machine={machine},tokens={tokens}'
   return search_r1.get_config(arg)
 
 
