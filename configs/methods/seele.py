@@ -13,11 +13,13 @@ hint are imitated, each with the weight of an advantage of 1. Arguments:
   within  True: an attempt is compared with those of its round alone
   traces  where they are, see configs/methods/luffy.py
 
-The sound reading of what the sources leave open: the first round has no hint.
+The sound reading of what the sources leave open: GRPO compares all rounds, not
+the last alone; each attempt with a hint imitates it; the first round has none.
 So few attempts fit many curves: P is the mean over a grid of them, by their
 likelihood. Right is exact match; what a service failed is in no fit. A hint has
 whole turns, never the one that answers; without a trace that can be played
-there is none. `rollout/traces` counts the attempts with a hint.
+there is none. `rollout/traces` counts the attempts with a hint; what is logged
+of rewards (`reward/em`) has them.
 """
 
 import dataclasses
@@ -98,3 +100,4 @@ def _check(config):
 
 scaffolded.check, scaffolded.needs = _check, played.needs
 scaffolded.foreign = True
+scaffolded.cells = lambda c: {'round': c.group // c.hint_rounds}
