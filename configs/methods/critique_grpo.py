@@ -9,8 +9,7 @@ entropy 0.001, no KL. The critique says whether the attempt was right, by the
 golden answers, and what the first of these is. Argument:
 
   grounded  True: a refinement that states the answer, in a query too, before
-            the question or a passage does is left out. False, as released:
-            it may copy the critique
+            the question or a passage does is left out. False, as released
 
 Departs from the release: no model writes the critique. What a service failed is
 not refined, and a prompt without room is left out; where no refinement is left,

@@ -31,7 +31,6 @@ token has no share in the KL of later ones. The values of beta are not its own.
 from ml_collections import ConfigDict
 import numpy as np
 
-from configs import algorithms
 from configs.methods import core, mr_search
 from searchrl_jax import lookup
 from searchrl_jax.learn.advantages import by_cell
@@ -49,8 +48,7 @@ def change(c, a):
   first = c.train.steps // 2 if a.first < 0 else a.first
   kw = dict(first=first, alpha=a.alpha, strong=a.strong, weak=a.weak)
   fields = dict(advantage='configs.methods.score.corrected', advantage_kw=kw)
-  fields['aggregation'] = 'token'
-  core.set_algorithm(c, algorithms.GRPO | fields)
+  core.set_algorithm(c, core.GRPO | fields)
   c.teacher.context, c.teacher.weights = 'own', 'frozen'
 
 

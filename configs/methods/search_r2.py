@@ -20,8 +20,7 @@ evidence is a supporting passage that no earlier search of the attempt found;
 in the paper a model judges what was found. Left out are verdicts on attempts
 that a service failed, and those without room for a turn. A group has twice the
 trajectories of the base recipe, half of them verdicts; evaluation has no
-refiner. In atlas the warm start has to have verdicts, on scripted attempts. It
-is, for a baseline, too,
+refiner. In atlas the warm start, of a baseline too, has scripted verdicts:
 
   python -m searchrl_jax.sft --config=configs/methods/search_r2.py \\
     --workdir=runs/refined --config.train.init=runs/skills
