@@ -47,6 +47,15 @@ def check(config: ConfigDict) -> None:
     f'{env.max_contexts}: '
     'attempts share what one sequence held; use 1 or chains',
   )
+  # label -> how many trajectories of a group have an equal one, at least.
+  cells = getattr(sample, 'cells', lambda r: {})(r)
+  label = a.advantage_kw.get('label')
+  lookup.require(
+    cells.get(label, 2) >= 2,
+    f'config.rollout.group={r.group} with sampler={r.sampler!r}: {advantage} '
+    f'compares those of a group with an equal {label!r}, and one has no other; '
+    'increase the group',
+  )
   begins = env.keep_observations or env.on_full or env.on_answer
   lookup.require(
     env.max_contexts == 1 or begins or sample is sessions.sample,
@@ -110,10 +119,10 @@ def check(config: ConfigDict) -> None:
   teacher.check(config)
   context = config.teacher.context
   lookup.require(
-    not context or sample is not sessions.sample,
+    not context or sample not in (sessions.sample, revise.sample),
     f'config.teacher.context={context!r} with rollout.sampler={r.sampler!r}: '
-    'the prompts are those of the program, where a hint has no place; use '
-    "'chains'",
+    'the prompts are those of the program, or of verdicts, where a hint has no '
+    "place; use 'chains'",
   )
   taught = 'delta' in taken or config.teacher.columns.k > 0
   lookup.require(
@@ -177,6 +186,10 @@ def _check_foreign(config: ConfigDict, sample) -> None:
     f'{what} with config.env.information={env.information!r}, max_contexts='
     f"{env.max_contexts}: traces are played with information='source', in one "
     'context',
+  )
+  lookup.require(
+    env.attempts == 1 or 'traces' not in lookup.fields(sample),
+    f'{what} with config.env.attempts={env.attempts}: a trace has one; use 1',
   )
   lookup.require(
     env.answer == 'tags' or config.rollout.trace_when == 'always',

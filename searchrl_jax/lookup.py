@@ -172,6 +172,19 @@ def require_fields(
     )
 
 
+def require_format(where: str, text: str, *names: str) -> None:
+  """Checks that str.format fills in a text with these names alone.
+
+  Raises:
+    ConfigError: names the field, and what the text may have.
+  """
+  try:
+    text.format(**dict.fromkeys(names, ''))
+  except (LookupError, ValueError, AttributeError) as e:
+    known = ', '.join(f'{{{name}}}' for name in names)
+    raise ConfigError(f'{where}={text!r} may have {known} ({e!r})') from e
+
+
 def differences(before: Any, now: Any, at: str = '') -> dict[str, list]:
   """Fields in which two JSON values differ: {path: [before, now]}.
 

@@ -310,8 +310,8 @@ def base() -> ConfigDict:
   c.rollout.rounds = 1  # of expansions of a tree, see rollout/tree.py
   # The template in which the policy reads attempts (sampler='revise').
   c.rollout.refiner = ''
-  # Where the traces of a question are (sampler='traces'): a field of
-  # Question.meta, or the dotted path of a function. See rollout/traces.py.
+  # Where the traces of a question are (sampler='traces', and SEELE's): a field
+  # of Question.meta, or the dotted path of a function. See rollout/traces.py.
   c.rollout.traces = ''
   c.rollout.trace_most = 1  # traces in a group
   c.rollout.trace_when = 'always'  # always; failed: where no attempt succeeds

@@ -8,13 +8,13 @@ objective p / (p + 0.1) A (configs/methods/luffy.py). GRPO among all of them,
 entropy 0.001, no KL. The critique says whether the attempt was right, by the
 golden answers, and what the first of these is. Argument:
 
-  grounded  True: a refinement that is right has found the answer, else it is
-            left out. False, as released: it may copy the critique
+  grounded  True: a refinement that states the answer, in a query too, before
+            the question or a passage does is left out. False, as released
 
 Departs from the release: no model writes the critique. What a service failed is
 not refined, and a prompt without room is left out; where no refinement is left,
-another attempt has the place. `rollout/traces` counts the refinements that have
-one, `rollout/traces_left_out` what was left out.
+another attempt has the place. `rollout/traces` counts refinements with a place,
+`rollout/traces_left_out` what was left out. What is logged of rewards has them.
 """
 
 import dataclasses
@@ -23,8 +23,9 @@ import functools
 import numpy as np
 
 from configs.methods import core, guide
+from searchrl_jax import lookup
 from searchrl_jax.learn import advantages, teacher
-from searchrl_jax.rewards import scores
+from searchrl_jax.rewards import blocks, scores
 from searchrl_jax.rollout import revise, traces
 
 # The critique, and the verdict on what is right, and on what is wrong.
@@ -51,10 +52,7 @@ def change(c, a):
 
 
 async def critiqued(questions, services, *, critique, critique_words, grounded):
-  """The sampler. A refinement has meta['refines'], the sample of the attempt.
-
-  critique, critique_words: see FULL. grounded: see the module.
-  """
+  """The sampler; meta['refines'] of a refinement: the attempt's sample."""
   env = services.env
   attempt = functools.partial(services.fresh, services.slots())
 
@@ -71,12 +69,11 @@ async def critiqued(questions, services, *, critique, critique_words, grounded):
     except ValueError:  # it is too long
       return None
     found = await attempt(start, t.sample, ['refined'])
-    read = any(scores.states(text, golds) for text in env.retrieved(found))
-    if found.failed or (grounded and right(found) and not read):
+    if found.failed or (grounded and blocks.recited(found, env, question)):
       return None
     found = guide.plainly(found, question, plain[0])
-    found = dataclasses.replace(found, meta={'refines': t.sample})
-    return traces.by_teacher(found)
+    meta = {**found.meta, 'refines': t.sample}
+    return traces.by_teacher(dataclasses.replace(found, meta=meta))
 
   async def group(question, plain, samples):
     *own, last = samples
@@ -97,4 +94,10 @@ async def critiqued(questions, services, *, critique, critique_words, grounded):
   return await services.whole(questions, group)
 
 
-critiqued.needs, critiqued.foreign = ('answers',), True
+def _check(config):
+  where, words = 'config.rollout.critique', config.critique_words
+  lookup.require_format(where, config.critique, 'attempt', 'verdict', 'answer')
+  lookup.require(len(words) == 2, f'{where}_words={words}: give two')
+
+
+critiqued.needs, critiqued.foreign, critiqued.check = ('answers',), True, _check

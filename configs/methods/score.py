@@ -13,8 +13,8 @@ the policy and T the one that the run began with: beta is `strong` in the first
 attempts of stage 1, `weak` elsewhere. So stage 1 learns to correct what the
 policy answered at first. Arguments:
 
-  first   steps of stage 1: of trajectories that begin with older weights; -1:
-          half of train.steps
+  first   steps of stage 1: of trajectories that began with weights of an
+          earlier version than this; -1: half of the steps of the recipe
   alpha   of a correction, and of what undoes one
   strong, weak  beta
   note    tokens of a reflection; 0: those of a turn
@@ -31,7 +31,6 @@ token has no share in the KL of later ones. The values of beta are not its own.
 from ml_collections import ConfigDict
 import numpy as np
 
-from configs import algorithms
 from configs.methods import core, mr_search
 from searchrl_jax import lookup
 from searchrl_jax.learn.advantages import by_cell
@@ -49,8 +48,7 @@ def change(c, a):
   first = c.train.steps // 2 if a.first < 0 else a.first
   kw = dict(first=first, alpha=a.alpha, strong=a.strong, weak=a.weak)
   fields = dict(advantage='configs.methods.score.corrected', advantage_kw=kw)
-  fields['aggregation'] = 'token'
-  core.set_algorithm(c, algorithms.GRPO | fields)
+  core.set_algorithm(c, core.GRPO | fields)
   c.teacher.context, c.teacher.weights = 'own', 'frozen'
 
 
@@ -89,11 +87,14 @@ def _versions(structure) -> np.ndarray:
 
 
 def _check(config, fields):
-  del fields
-  env, of = config.env, config.teacher
-  found = env.attempts, env.max_contexts, of.context, of.weights
-  what = 'config.env.attempts, max_contexts, config.teacher.context, weights'
-  wanted = 2, 1, 'own', 'frozen'
+  env, of, most = config.env, config.teacher, config.train.steps - 1
+  for name, end in dict(first=most, alpha=1e9, strong=1e9, weak=1e9).items():
+    what = f'config.algorithm.advantage_kw.{name}={fields[name]}: 0 to {end}'
+    lookup.require(0 <= fields[name] <= end, f'{what} (train.steps={most + 1})')
+  fns = [term.fn for term in config.reward.values()]
+  found = fns, env.attempts, env.max_contexts, of.context, of.weights
+  what = 'config.reward, env.attempts, max_contexts, teacher.context, weights'
+  wanted = ['answer.each_attempt'], 2, 1, 'own', 'frozen'
   lookup.require(found == wanted, f'{what}={found}: use {wanted}')
 
 

@@ -18,17 +18,15 @@ step, where the paper has a discriminator and a trimmer; a reply without a step
 accepts, and earns 0; what was cut has earned nothing, and is not trained. New
 evidence is a supporting passage that no earlier search of the attempt found;
 in the paper a model judges what was found. Left out are verdicts on attempts
-that a service failed, and those that there was no room for. A group has twice
-the trajectories of the base recipe, half of them verdicts; evaluation has no
-refiner. In atlas the warm start has to have verdicts, on scripted attempts. It
-is, for a baseline, too,
+that a service failed, and those without room for a turn. A group has twice the
+trajectories of the base recipe, half of them verdicts; evaluation has no
+refiner. In atlas the warm start, of a baseline too, has scripted verdicts:
 
   python -m searchrl_jax.sft --config=configs/methods/search_r2.py \\
     --workdir=runs/refined --config.train.init=runs/skills
 """
 
 import dataclasses
-import math
 
 import numpy as np
 
@@ -59,8 +57,8 @@ async def reward(groups, context, *, bonus):
 
   Returns:
     Parts, of attempts: em; evidence, the share above; draft, exact match before
-    the cut; cut. Of verdicts: unread; named, whether it is the first fault of
-    an attempt that was wrong.
+    the cut; cut. Of verdicts: asked, of attempts that did not fail; unread;
+    named, whether it is the first fault of an attempt that was wrong.
   """
   ended = {(t.question.id, t.sample): t for t in flat(groups)}
   of = lambda t: ended[t.question.id, t.meta.get('on', t.sample)]
@@ -72,16 +70,19 @@ async def reward(groups, context, *, bonus):
     new = atlas.progress(needed, own.meta['found']).count('new')
     searches = {s.request.turn for s in own.calls(types.SEARCH)}
     evidence = new / max(len(searches), 1)
-    out = dict.fromkeys('em evidence draft cut unread named'.split(), math.nan)
+    names = 'em evidence draft cut asked unread named'
+    out = dict.fromkeys(names.split(), np.nan)
     out['value'] = right * (1 + bonus * evidence)
     if own is t:
       out |= dict(em=right, evidence=evidence, draft=draft)
       out['cut'] = float(t.meta['cut'] > 0)
-    elif t.meta['asked']:
+    elif not own.failed:
+      out['asked'] = float(t.meta['asked'])
+    if own is not t and t.meta['asked']:
       step, fault = t.meta['step'], atlas.fault(needed, t.meta['found'])
       out['value'] *= step is not None
       out['unread'] = float(step is None)
-      out['named'] = math.nan if draft else float(step == fault)
+      out['named'] = np.nan if draft else float(step == fault)
     return out
 
   earnings = per_trajectory(groups, earned)

@@ -13,11 +13,12 @@ hint are imitated, each with the weight of an advantage of 1. Arguments:
   within  True: an attempt is compared with those of its round alone
   traces  where they are, see configs/methods/luffy.py
 
-The sound reading of what the sources leave open: the first round has no hint.
+The sound reading of what the sources leave open: GRPO compares all rounds, not
+the last alone; each attempt with a hint imitates it; the first round has none.
 So few attempts fit many curves: P is the mean over a grid of them, by their
 likelihood. Right is exact match; what a service failed is in no fit. A hint has
 whole turns, never the one that answers; without a trace that can be played
-there is none. `rollout/traces` counts the attempts with a hint.
+there is none. `rollout/traces` counts those with a hint; `reward/em` has them.
 """
 
 import dataclasses
@@ -69,8 +70,7 @@ async def scaffolded(questions, services, *, traces, hint_rounds):
       alive = [t for t in tried if not t.failed]
       right = [scores.exact_match(answer(t), question.answers) for t in alive]
       n = fitted([t.meta['hint'] for t in alive], right, len(starts))
-      how = ['hint'] * (n > 0)
-      new = (attempt(starts[n], sample, how) for sample in own.tolist())
+      new = (attempt(starts[n], x, ['hint'] * (n > 0)) for x in own.tolist())
       for t in await services.gather(new):
         meta = {**t.meta, 'hint': n, 'round': i}
         tried.append(dataclasses.replace(t, meta=meta))
@@ -84,8 +84,7 @@ def fitted(hints, right, turns, grid=GRID):
   """How many of `turns` the next hint has; hints, right: of attempts, [n]."""
   a, b, c = (x.reshape(-1, 1) for x in np.meshgrid(*grid))
   p = c + (1 - c) / (1 + np.exp(-a * (np.arange(turns) / turns - b)))
-  said = np.where(np.array(right) > 0, p[:, hints], 1 - p[:, hints])
-  weights = said.prod(axis=1)
+  weights = np.where(np.array(right) > 0, p[:, hints], 1 - p[:, hints]).prod(1)
   off = np.abs(weights @ p / weights.sum() - 0.5)
   return int(off.argmin()) if hints else 0
 
@@ -98,3 +97,4 @@ def _check(config):
 
 scaffolded.check, scaffolded.needs = _check, played.needs
 scaffolded.foreign = True
+scaffolded.cells = lambda c: {'round': c.group // c.hint_rounds}

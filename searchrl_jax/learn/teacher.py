@@ -121,11 +121,7 @@ def check(config) -> None:
     hint = lookup.near(kind, known)
     lookup.require(kind in known, f'config.teacher.columns.kinds: {hint}')
   lookup.require_fields('config.teacher.context_kw', context(c), c.context_kw)
-  try:
-    c.frame.format(text='', hint='')
-  except (KeyError, IndexError, ValueError) as e:
-    what = f'config.teacher.frame={c.frame!r}: {{text}} and {{hint}} are what '
-    raise lookup.ConfigError(f'{what}it may have ({e!r})') from e
+  lookup.require_format('config.teacher.frame', c.frame, 'text', 'hint')
 
 
 def ask(

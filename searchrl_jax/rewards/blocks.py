@@ -38,6 +38,32 @@ async def states_answer(
   return per_trajectory(groups, reward)
 
 
+def recited(t: Trajectory, env, question: Question) -> bool:
+  """Whether a trajectory states a golden answer that it has not read.
+
+  For one that was told the answer: a query for it finds it, too. What the
+  question states may be written before, and is read before it is the answer.
+
+  Args:
+    t: the trajectory, of a prompt that may say more.
+    env: reads its blocks.
+    question: with its own text.
+  """
+  golds, searched = question.answers, t.searches
+  written = [
+    (b.turn, b.author != 'policy', b.text)
+    for b in env.blocks(t)
+    if b.author == 'policy' or b.kind != prompts.OUTSIDE
+  ]
+  # In a call as JSON no space may stand before a query.
+  written += [(s.request.turn, False, s.request.query) for s in searched]
+  told = [read for _, read, x in sorted(written) if scores.states(x, golds)]
+  if told and not told[0] and not scores.states(question.text, golds):
+    return True
+  found = any(scores.states(text, golds) for text in env.retrieved(t))
+  return scores.exact_match(env.answer(t), golds) > 0 and not found
+
+
 async def outcome_or_evidence(
   groups: Sequence[Group],
   context: RewardContext,

@@ -98,6 +98,11 @@ def check(config, fields) -> None:
     f'votes={n} with config.rollout.refill={rollout.refill}: max_abstained '
     'is meaningless for the few questions of a refill; use refill=0',
   )
+  require(
+    rollout.sampler != 'revise',
+    f"votes={n} with config.rollout.sampler='revise': half of a group are "
+    "verdicts, which are no votes; use 'chains'",
+  )
   what = f'train={m} of votes={n}: 1 to {n} samples are trained on'
   require(1 <= m <= n, what)
   equivalence.function(fields['match'])

@@ -93,7 +93,7 @@ class RolloutStats:
   tool_cost: float = 0.0  # sum of what the calls of tools cost
   contexts: int = 0  # that were begun in place of others
   carried_tokens: int = 0  # of earlier contexts, computed again in these
-  traces: int = 0  # played in place of attempts, see `rollout.traces`
+  traces: int = 0  # foreign trajectories, whole or in part; see the sampler
   traces_left_out: int = 0
   engine_seconds: float = 0.0  # sum of waiting for the engine
   search_seconds: float = 0.0  # sum of waiting for the source

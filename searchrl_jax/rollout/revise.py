@@ -15,8 +15,9 @@ before, or None; `found`, for each step the ids of the passages that it found.
 That of a verdict has `on`, the sample of the attempt; `found`, of the attempt
 that was read; `step`, the number, or None if the reply has none that names a
 step, which accepts the attempt; `asked`, False where a service failed the
-attempt, or its text has no room in config.env.max_tokens. The verdict is then
-the attempt once more, with no token in the loss, and rewards leave it out.
+attempt, or its text leaves no room for a whole turn in config.env.max_tokens.
+The verdict is then the attempt once more, with no token in the loss, and
+rewards leave it out.
 """
 
 from collections.abc import Sequence
@@ -46,7 +47,19 @@ async def sample(
   Args:
     questions, services: see `rollout.core`.
     refiner: a template, whose {question} is the question with the attempt.
+
+  Raises:
+    ConfigError: the engine has no room for an attempt and its verdict.
   """
+  most, r = services.env.config.max_tokens, services.config
+  room = services.engine.capacity(most) // (1 + r.max_staleness)
+  lookup.require(
+    room >= 2,
+    f'config.rollout.sampler={r.sampler!r}: an attempt is kept while its '
+    f'verdict is sampled, and config.engine.slots and engine.host_gib hold '
+    f'{room} sequences of env.max_tokens={most} of each of '
+    f'{1 + r.max_staleness} steps (max_staleness): increase them',
+  )
   starts, slots = services.starts(questions), services.slots(handles=2)
   env, n = _reading(services.env, refiner), services.config.group // 2
   refiners = dataclasses.replace(services, env=env, role=REFINER)
@@ -82,6 +95,7 @@ def check(config: ConfigDict) -> None:
 
 
 sample.check = check  # type: ignore[attr-defined]
+sample.cells = lambda c: {'role': c.group // 2}  # type: ignore[attr-defined]
 
 
 def shown(env, attempt: Trajectory) -> str:
@@ -97,6 +111,7 @@ def shown(env, attempt: Trajectory) -> str:
 def _reading(env, template: str):
   """The environment in which a reply is one turn, without a search."""
   fields = dict(max_turns=0, answer='tags', attempts=1, on_answer='')
+  fields['max_note_tokens'] = 0  # nothing else asks for notes: one context
   config = ConfigDict(env.config.to_dict() | fields)
   read = prompts.load(template)
   return type(env)(env.tokenizer, read, config, 'template', env.k)
@@ -170,7 +185,9 @@ async def _verdict(
     start = None if draft.failed else refiners.env.reset(asked, REFINER)
   except ValueError:  # it is too long
     start = None
-  if start is None:
+  # A reply that the end of the sequence cuts off says nothing of the policy.
+  whole = services.env.config.max_turn_tokens
+  if start is None or start[1].max_tokens < whole:
     silent = (dataclasses.replace(s, train=False) for s in draft.segments)
     own = dict(segments=tuple(silent), sample=sample, role=REFINER)
     return dataclasses.replace(draft, **own, meta=meta | {'asked': False})

@@ -172,7 +172,7 @@ async def starts(
 
   Args:
     services, question, sample: see `points`.
-    known: traces, of which the first has the turns that is not left out.
+    known: traces; the first one that is not left out gives the turns.
   """
   for trace in known:
     found = await points(services, question, trace, sample)

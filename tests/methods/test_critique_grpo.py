@@ -11,12 +11,14 @@ from searchrl_jax import checks, schema
 from searchrl_jax.data.checks import DataError
 from searchrl_jax.learn import batching
 from searchrl_jax.lookup import ConfigError
+from searchrl_jax.rewards import blocks
 from searchrl_jax.rollout import chains, core
 from searchrl_jax.types import Question, Rewards
 from tests.fakes import ByteTokenizer, FakeEngine, FakeSource, make_env
+from tests.methods import group as hand
 from tests.rollout.test_samplers import turns
 
-FIND = '<search>Ann</search>'
+FIND = '<search>Bob</search>'
 ASKED = Question('q', 'who?', ('Ann',))
 
 
@@ -38,10 +40,11 @@ def play(
   c.critique, c.critique_words = critique_grpo.MICRO
   c.grounded, c.max_failed = grounded, 1.0
   engine = FakeEngine(script)
+  source = source or FakeSource(text='not he but Ann')
   found = asyncio.run(
     chains.rollout(
-      [question], env=made, engine=engine, source=source or FakeSource(),
-      config=c, seed=0, step=5, reward=reward,
+      [question], env=made, engine=engine, source=source, config=c, seed=0,
+      step=5, reward=reward,
     )
   )  # fmt: skip
   assert engine.handles == {}
@@ -71,6 +74,7 @@ def test_a_refinement_takes_the_last_place_behind_the_plain_prompt():
   # The policy did not sample it there.
   assert best.foreign and np.isnan(row.logps).all()
   assert not any(t.foreign for t in tried)
+  assert best.meta.keys() == tried[0].meta.keys() | {'refines', 'hinted'}
   assert (found.stats.traces, found.stats.traces_left_out) == (1, 0)
   # Two attempts, and two refinements of two turns.
   assert found.stats.generations == 2 + 2 * 2
@@ -116,6 +120,63 @@ def test_a_refinement_that_copies_the_critique_is_left_out():
   assert not env.retrieved(best)
 
 
+GIVE = '<answer>Ann</answer>'
+
+
+@pytest.mark.parametrize(
+  'first',
+  [
+    '<search>Ann</search>',
+    'maybe Ann <search>Bob</search>',
+    '<think>Ann?</think><search>Bob</search>',
+    '<search>Bob;is it Ann</search>',
+  ],
+)
+def test_a_refinement_that_looks_up_the_critiques_answer_is_left_out(first):
+  """What is searched for is found, so that the answer would have been read."""
+
+  def script(history, seed):
+    if 'answer Ann' not in history:
+      return '<answer>Bob</answer>'
+    return GIVE if '<information>' in history else first
+
+  found, env = play(script)
+  assert not any(t.foreign for t in found.groups[0])
+  assert (found.stats.traces, found.stats.traces_left_out) == (0, 2)
+  # Where the question states it, the policy was not told it.
+  asked = dataclasses.replace(ASKED, text='Ann or Bob?')
+  found, env = play(script, question=asked)
+  best = found.groups[0][-1]
+  assert best.foreign and env.retrieved(best) and env.answer(best) == 'Ann'
+  # It still has to read it.
+  found, env = play(script, question=asked, source=FakeSource(text='nothing'))
+  assert not any(t.foreign for t in found.groups[0])
+
+
+def test_a_query_for_what_was_read_before_is_no_copy():
+  def script(history, seed):
+    if 'answer Ann' not in history:
+      return '<answer>Bob</answer>'
+    return [FIND, '<search>Ann</search>', GIVE][history.count('<information>')]
+
+  found, env = play(script)
+  assert (
+    env.answer(found.groups[0][-1]) == 'Ann' and found.groups[0][-1].foreign
+  )
+
+
+def test_a_query_in_a_call_is_one_of_the_policys():
+  """The text of the call may have no space before it."""
+  question = dataclasses.replace(ASKED, answers=('x',))
+  t = hand.play(('who', 'x'), answer='x', question=question)  # reads "of x"
+  assert not blocks.recited(t, hand.ENV, question)
+  [found] = t.searches
+  request = dataclasses.replace(found.request, query='is it x')
+  found = dataclasses.replace(found, request=request)
+  called = dataclasses.replace(t, searches=(found,))
+  assert blocks.recited(called, hand.ENV, question)
+
+
 def test_what_a_service_failed_is_not_criticised():
   def script(history, seed):
     return '<search>down</search>' if 'answer Ann' in history else copies('', 0)
@@ -137,7 +198,7 @@ def test_a_refinement_is_of_its_own_attempt_where_another_failed():
     failing = seed == first and 'answer Ann' not in history
     return '<search>down</search>' if failing else refines(history, seed)
 
-  down = FakeSource(fails=lambda query, attempt: query == 'down')
+  down = FakeSource(lambda query, attempt: query == 'down', text='by Ann')
   found, env = play(script, source=down)
   failed, tried, best = found.groups[0]
   assert failed.failed and env.answer(tried) == 'Bob'
@@ -161,6 +222,14 @@ def test_its_config_and_what_it_needs():
   checks.check(c)
   with pytest.raises(DataError, match='golden answers'):
     checks.check_data(c, [Question('q', 'who?')])
+  for field, value, message in (
+    ('critique', '{atempt}', "critique='{atempt}'.*{attempt}, {verdict}"),
+    ('critique_words', ('right',), r"critique_words=\('right',\): give two"),
+  ):
+    wrong = critique_grpo.get_config()
+    wrong.rollout[field] = value
+    with pytest.raises(ConfigError, match=f'rollout.{message}'):
+      checks.check(wrong)
   c.algorithm.loss = 'clip'
   with pytest.raises(ConfigError, match="loss='clip'.*foreign"):
     checks.check(c)

@@ -171,6 +171,21 @@ def test_its_config_and_what_it_needs():
     c.env[field] = value
     with pytest.raises(ConfigError, match='env.attempts.*use'):
       checks.check(c)
+  for field, value, message in (
+    ('first', c.train.steps, 'first=.*: 0 to .*train.steps'),
+    ('first', -1, 'first=-1'),
+    ('alpha', -1.0, 'alpha=-1.0: 0 to'),
+    ('strong', -0.1, 'strong=-0.1'),
+    ('weak', -0.1, 'weak=-0.1'),
+  ):
+    c = score.get_config()
+    c.algorithm.advantage_kw[field] = value
+    with pytest.raises(ConfigError, match=f'advantage_kw.{message}'):
+      checks.check(c)
+  c = score.get_config()
+  c.reward.em.fn = 'answer.em'
+  with pytest.raises(ConfigError, match="config.reward.*'answer.em'.*each_att"):
+    checks.check(c)
   c = score.get_config()
   c.teacher.weights = 'live'
   with pytest.raises(ConfigError, match='live.*frozen'):

@@ -10,6 +10,7 @@ from configs.methods import search_r2
 from searchrl_jax import checks, sft
 from searchrl_jax.data.checks import DataError
 from searchrl_jax.learn import advantages, batching
+from searchrl_jax.lookup import ConfigError
 from searchrl_jax.rewards import core
 from searchrl_jax.rollout import revise
 from searchrl_jax.text import prompts, structure
@@ -77,6 +78,7 @@ def test_golden_parts():
     'evidence': [1, 0.5, 0, 1] + [no] * 4,
     'draft': [1, 0, 0, 0] + [no] * 4,
     'cut': [0, 1, 0, 1] + [no] * 4,
+    'asked': [no] * 4 + [1] * 4,
     'unread': [no] * 4 + [0, 0, 1, 0],
     # RIGHT was right. The first step of WRONG found nothing needed; IDLE's only
     # one neither. The last draft found all, and then was wrong.
@@ -115,11 +117,13 @@ def test_a_failed_service_is_no_reward_and_no_fault():
   group = (ATTEMPTS[0], failed, *ATTEMPTS[2:], *VERDICTS)
   found = reward(group)
   assert found.valid.tolist() == [i not in (1, 5) for i in range(8)]
+  np.testing.assert_array_equal(found.parts['asked'][4:], [1, np.nan, 1, 1])
   # There was no room for the verdict.
   group = (*GROUP[:4], verdict(0, None, FOUND[0], asked=False), *GROUP[5:])
   found = reward(group)
   assert found.valid.tolist() == [i != 4 for i in range(8)]
   assert np.isnan(found.parts['unread'][4])
+  np.testing.assert_array_equal(found.parts['asked'][4:], [0, 1, 1, 1])
 
 
 def test_golden_advantages():
@@ -196,6 +200,9 @@ def test_its_config_and_what_it_needs():
   assert full.rollout.refiner == 'refiner' and 'refined' not in full.sft.data
   with pytest.raises(DataError, match='supporting passages'):
     checks.check_data(full, [Question('q', 'who?', ('Ann',))])
+  c.rollout.group = 2
+  with pytest.raises(ConfigError, match="group=2.*equal 'role'"):
+    checks.check(c)
   c.rollout.sampler = 'chains'
   with pytest.raises(core.RewardError, match="sampler='chains'.*'revise'"):
     checks.check_data(c, [hand.QUESTION])

@@ -163,6 +163,10 @@ def test_its_config_and_what_it_needs():
   checks.check(c)
   with pytest.raises(ConfigError, match='hint_rounds=9.*group=8'):
     checks.check(seele.get_config('rounds=9'))
+  checks.check(seele.get_config('rounds=8'))
+  checks.check(seele.get_config('rounds=4,within=True'))
+  with pytest.raises(ConfigError, match="group=8.*equal 'round'"):
+    checks.check(seele.get_config('rounds=8,within=True'))
   with pytest.raises(DataError, match='facts'):
     checks.check_data(c, [Question('q', 'who?', ('Ann',))])
   full = seele.get_config('base=search_r1,model=x')

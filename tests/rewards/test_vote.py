@@ -243,6 +243,13 @@ def test_further_rounds_are_refused():
     vote.check(c, dict(votes=4, train=2, match='text'))
 
 
+def test_verdicts_are_no_votes():
+  c = schema.base()
+  c.rollout.update(group=4, sampler='revise')
+  with pytest.raises(core.RewardError, match="sampler='revise'"):
+    vote.check(c, dict(votes=4, train=2, match='text'))
+
+
 def test_an_answer_type_that_nothing_parses_stops_with_the_fix():
   silent = [group('half of 4', '1 2 3', env=BOX, id=str(i)) for i in range(3)]
   sums = group('5', '5', env=BOX)

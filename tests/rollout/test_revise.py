@@ -8,8 +8,9 @@ import pytest
 
 from searchrl_jax import checks, schema
 from searchrl_jax.learn import batching
+from searchrl_jax.lookup import ConfigError
 from searchrl_jax.rollout import chains, revise
-from tests import tiny
+from tests import scripted, tiny
 from tests.engines.common import CFG, make_engine
 from tests.fakes import (
   ByteTokenizer,
@@ -141,6 +142,53 @@ def test_an_attempt_without_room_is_accepted_unread():
       assert not batching.masks([t])[0].any() and not t.failed
 
 
+def test_a_verdict_has_room_for_a_whole_turn_or_is_not_asked():
+  """What the end of the sequence cuts off would be trained as unread."""
+
+  def script(history, seed):
+    reads = history.startswith('search again?')
+    return f'<answer>{"0" if reads else "y" * 100}</answer>'
+
+  [(_, (verdict, _)), _] = halves(play(script))
+  n = len(verdict.segments[0].ids)
+  for room, asked in ((200, True), (199, False), (8, False)):
+    env = make_env(max_tokens=n + room, max_turn_tokens=200)
+    for _, verdicts in halves(play(script, env=env)):
+      assert [t.meta['asked'] for t in verdicts] == [asked] * 2
+      assert [m.any() for m in batching.masks(verdicts)] == [asked] * 2
+      assert {t.end for t in verdicts} == {'answer'}
+
+
+def test_an_engine_without_room_for_a_second_sequence_is_refused():
+  """Else the verdict waits for the room that its attempt holds."""
+  for holds, staleness in ((1, 0), (3, 1)):
+    engine = FakeEngine(saying('<answer>0</answer>'))
+    engine.holds = holds
+    with pytest.raises(ConfigError, match='engine.slots.*engine.host_gib'):
+      play(None, engine=engine, max_staleness=staleness)
+    assert not engine.opened
+  engine.holds = 4
+  play(None, engine=engine, max_staleness=1)
+
+
+def test_an_attempt_that_answers_twice_is_read_whole():
+  turns = '<answer>Bob</answer>', '<refine>no</refine>', '<answer>Ann</answer>'
+  env = scripted.make(
+    ByteTokenizer(), 'micro_contexts', max_turns=2, attempts=2,
+    on_answer='refine', max_note_tokens=60, max_turn_tokens=200,
+    max_tokens=2000,
+  )  # fmt: skip
+
+  def script(history, seed):
+    if history.startswith('search again?'):
+      return '<answer>2</answer>'
+    return turns[sum(turn in history for turn in turns)]
+
+  for attempts, verdicts in halves(play(script, env=env)):
+    assert [env.answer(t) for t in attempts] == ['Ann'] * 2
+    assert [t.meta['step'] for t in verdicts] == [2, 2]
+
+
 def test_a_service_that_fails_a_draft_fails_its_verdict():
   source = FakeSource(fails=lambda q, attempt: q.endswith('-1'))
   found = play(saying('<answer>1</answer>'), source=source, max_failed=1.0)
@@ -208,6 +256,23 @@ def test_it_keeps_no_more_handles_than_the_engine_serves():
   engine.holds = 5
   play(None, QUESTIONS, engine=engine)
   assert engine.most == 4
+
+
+def test_what_verdicts_do_not_go_with_is_refused():
+  c = tiny.config()
+  c.rollout.update(sampler='revise', group=4, refiner='micro_refiner')
+  kw = dict(label='role', eps=0.0, ddof=1)
+  c.algorithm.update(advantage='grpo_within', advantage_kw=kw)
+  checks.check(c)
+  c.rollout.group = 2  # each would be compared with itself
+  with pytest.raises(ConfigError, match="group=2.*'grpo_within'.*'role'"):
+    checks.check(c)
+  c.rollout.group, c.algorithm.advantage_kw = 4, {}
+  kw = dict(scale=1.0, outcome=0.0, eps=1e-6, ddof=1)
+  c.algorithm.update(advantage='distilled', advantage_kw=kw)
+  c.teacher.context = 'own'
+  with pytest.raises(ConfigError, match="context='own' .*sampler='revise'"):
+    checks.check(c)
 
 
 def test_contexts_that_change_are_refused():

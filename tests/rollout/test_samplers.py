@@ -42,10 +42,17 @@ SAMPLERS = {
     traces='tests.samplers.told',
     hint_rounds=2,
   ),
+  'critiqued': dict(
+    sampler='configs.methods.critique_grpo.critiqued',
+    group=4,
+    critique='{attempt} {verdict} {answer}',
+    critique_words=('right', 'wrong'),
+    grounded=False,
+  ),
 }
 # How many trajectories depend on each other, if more than one.
 DEPEND = {'tree': 3, 'rounds': 5, 'hinted': 2, 'traces': 3, 'revise': 2}
-DEPEND |= {'behind': 4}
+DEPEND |= {'behind': 4, 'critiqued': 4}
 EVERY = pytest.mark.parametrize('name', SAMPLERS)
 
 

@@ -302,6 +302,15 @@ def mixed(**fields):
   [
     ({'algorithm.loss': 'clip'}, "loss='clip' has ratios.*'mixed'"),
     ({'env.information': 'policy', 'env.max_turns': 0}, "information='policy'"),
+    (
+      {
+        'env.template': 'micro_contexts',
+        'env.attempts': 2,
+        'env.on_answer': 'refine',
+        'env.max_note_tokens': 9,
+      },
+      'env.attempts=2: a trace',
+    ),
     ({'env.train_observations': True}, 'train_observations'),
     ({'env.answer': 'boxed', 'rollout.trace_when': 'failed'}, "answer='boxed'"),
     (
