@@ -1,20 +1,19 @@
 """Critique-GRPO: attempts are criticised and refined; the best one joins.
 
 arXiv 2506.03106; zhangxy-2019/critique-GRPO. All but one of a group are
-attempts. Each is shown to the policy with a critique, and the policy tries
-again. The first of these refinements that earns most takes the last place of
-the group, behind the plain prompt. Its tokens are foreign there, with LUFFY's
-objective p / (p + 0.1) A (configs/methods/luffy.py). GRPO among all of them,
-entropy 0.001, no KL. The critique says whether the attempt was right, by the
-golden answers, and what the first of these is. Argument:
+attempts. The policy is shown each with a critique, which says whether it was
+right and what the first golden answer is, and tries again. The first of these
+refinements that earns most takes the last place of the group, behind the plain
+prompt. Its tokens are foreign there, with LUFFY's objective p / (p + 0.1) A
+(configs/methods/luffy.py). GRPO among all, entropy 0.001, no KL. Argument:
 
   grounded  True: a refinement that states the answer, in a query too, before
             the question or a passage does is left out. False, as released
 
 Departs from the release: no model writes the critique. What a service failed is
-not refined, and a prompt without room is left out; where no refinement is left,
-another attempt has the place. `rollout/traces` counts refinements with a place,
-`rollout/traces_left_out` what was left out. What is logged of rewards has them.
+not refined; where no refinement is left, another attempt has its place.
+`rollout/traces` counts those placed, `rollout/traces_left_out` the others, also
+for want of room. Rewards that are logged have the placed ones.
 """
 
 import dataclasses

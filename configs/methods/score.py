@@ -10,8 +10,7 @@ match, r1 and r2. Tokens of the two attempts have the returns
 
 less the mean of the others of the group, and - beta log(S / T) of the token, S
 the policy and T the one that the run began with: beta is `strong` in the first
-attempts of stage 1, `weak` elsewhere. So stage 1 learns to correct what the
-policy answered at first. Arguments:
+attempts of stage 1, `weak` elsewhere. Arguments:
 
   first   steps of stage 1: of trajectories that began with weights of an
           earlier version than this; -1: half of the steps of the recipe
