@@ -10,6 +10,7 @@ A device computes one row of the longest length at a time. docs/machines.md has
 what the compilers say of each preset.
 """
 
+import re
 from typing import NamedTuple
 
 # What `--topology` calls them.
@@ -150,7 +151,9 @@ def apply(c, machine: str, model: str, tokens: int) -> None:
     ValueError: there is no preset.
   """
   known = dict.fromkeys(size for _, size, _ in PRESETS)
-  sizes = [s for s in known if s in model.lower().split('/')[-1]]
+  # Of '27b', '7b' is no name.
+  name = model.lower().split('/')[-1]
+  sizes = [s for s in known if re.search(rf'(?<![\d.]){s}(?![a-z\d])', name)]
   if len(sizes) != 1 or (machine, sizes[0], tokens) not in PRESETS:
     raise ValueError(
       f'config argument machine={machine!r}: no preset for model={model!r} '

@@ -10,10 +10,9 @@ prompt. Its tokens are foreign there, with LUFFY's objective p / (p + 0.1) A
   grounded  True: a refinement that states the answer, in a query too, before
             the question or a passage does is left out. False, as released
 
-Departs from the release: no model writes the critique. What a service failed is
-not refined; where no refinement is left, another attempt has its place.
-`rollout/traces` counts those placed, `rollout/traces_left_out` the others, also
-for want of room. Rewards that are logged have the placed ones.
+Departs from the release: no model writes the critique. Failed attempts are not
+refined; where no refinement is left, another attempt has its place. Counts:
+`rollout/traces` of those placed, `rollout/traces_left_out` of the others.
 """
 
 import dataclasses
@@ -58,10 +57,9 @@ async def critiqued(questions, services, *, critique, critique_words, grounded):
   async def refined(t, plain):
     """What comes of the critique of an attempt; None: it is left out."""
     question, golds = t.question, t.question.answers
-    right = lambda t: scores.exact_match(env.answer(t), golds) > 0
     text = revise.shown(env, t)[len(question.text) :].strip()
-    told = dict(attempt=text, verdict=critique_words[not right(t)])
-    hint = critique.format(answer=golds[0], **told)
+    verdict = critique_words[scores.exact_match(env.answer(t), golds) == 0]
+    hint = critique.format(attempt=text, verdict=verdict, answer=golds[0])
     try:
       asked = teacher.hinted(question, hint, '{text} {hint}')
       start = env.reset(asked, services.role)

@@ -20,6 +20,8 @@ from searchrl_jax.endpoint import app
 from tests import browsers, clock, fakes, viewed
 from tests.endpoint import speaking
 
+pytestmark = pytest.mark.slow
+
 KEY = 'k' * 43
 SCRIPT = '</script><script>window.owned=1</script><img src=x onerror=owned=1>'
 HOSTILE = f'{SCRIPT}\u202eevil\u2066\u2028{{{{nonce}}}}'

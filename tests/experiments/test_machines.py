@@ -64,6 +64,8 @@ def test_machines_without_a_preset_are_refused():
     search_r1.get_config('model=qwen2.5-3b,machine=h300x8')
   with pytest.raises(ValueError, match='machine=.*h200x1 3b 4608'):
     search_r1.get_config('model=llama-3-8b,machine=h200x8')
+  with pytest.raises(ValueError, match='machine=.*27b'):
+    search_r1.get_config('model=qwen3.5-27b,machine=h200x8')
   with pytest.raises(ValueError, match='machine=.*model=PATH'):
     search_r1.get_config('machine=h200x8')
   with pytest.raises(ValueError, match='tokens=5000'):

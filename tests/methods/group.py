@@ -14,7 +14,7 @@ from searchrl_jax.rewards.core import RewardContext
 from searchrl_jax.text import structure
 from searchrl_jax.types import Passage, Question, SearchResult
 from tests import scripted
-from tests.fakes import make_env
+from tests.fakes import ByteTokenizer, make_env
 
 ENV = make_env()
 QUESTION = Question(
@@ -24,6 +24,20 @@ QUESTION = Question(
   supporting=('a', 'b'),
   meta={'queries': (('who wrote it',), ('where is Ann',))},
 )
+
+
+def attempting(attempts):
+  """An environment whose answers are refined, all in one context."""
+  return scripted.make(
+    ByteTokenizer(),
+    'micro_contexts',
+    max_turns=2,
+    attempts=attempts,
+    on_answer='refine',
+    max_note_tokens=60,
+    max_turn_tokens=200,
+    max_tokens=2000,
+  )
 
 
 def play(*searches, answer='Ann', sample=0, question=QUESTION):

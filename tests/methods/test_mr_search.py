@@ -12,19 +12,10 @@ from searchrl_jax.learn import batching
 from searchrl_jax.rewards import answer, core
 from searchrl_jax.text import structure
 from searchrl_jax.types import Question
-from tests import fakes, scripted
-from tests.methods.group import QUESTION, by_turn
+from tests import scripted
+from tests.methods.group import QUESTION, attempting, by_turn
 
-ENV = scripted.make(
-  fakes.ByteTokenizer(),
-  'micro_contexts',
-  max_turns=2,
-  attempts=3,
-  on_answer='refine',
-  max_note_tokens=60,
-  max_turn_tokens=200,
-  max_tokens=2000,
-)
+ENV = attempting(3)
 NOTE = '<refine>no</refine>'
 FIND = '<search>x</search>'
 

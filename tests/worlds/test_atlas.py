@@ -222,6 +222,8 @@ def test_the_same_in_another_process(world, traces):
   code = f"""
 import hashlib
 from searchrl_jax.worlds import atlas, atlas_traces
+
+pytestmark = pytest.mark.slow
 world = atlas.generate(3, **{SMALL})
 traces = atlas_traces.traces(
   world_seed=3, mix='even', worlds=2, n=1200, people=60, **{SMALL})
