@@ -16,6 +16,9 @@ hits.json
   ids, and for each arm/seed/evaluation on 'dev' a string of 0 and 1: whether
   the answer to the question at this place of ids matched exactly (-: not asked)
 
+Runs that these files have and the working folder has not stay in them, so that
+parts of the experiment can be measured in several places.
+
 Intervals are 95 %, percentile bootstrap over questions; those of gains are of
 the differences of each question, averaged over seeds first.
 """
@@ -39,6 +42,9 @@ from searchrl_jax.sweep import core, figures, stages
 
 RESAMPLES = 10_000
 Hits = Mapping[str, float]  # question -> exact match, the mean of its samples
+Marks = dict[
+  tuple[str, str], dict[str, Hits]
+]  # arm, evaluation -> seed -> hits
 SEEDS = 2  # of the trained arms
 # (trained arm, start, evaluation, gain of exact match that is expected)
 GAINS = (
@@ -183,6 +189,57 @@ def judge(gains: Sequence[dict], arms: Sequence[dict]) -> list[dict]:
   return out
 
 
+def earlier(out: pathlib.Path) -> tuple[dict, Marks]:
+  """What results.json and hits.json of `out` have."""
+  marks: Marks = {}
+  if not (out / 'results.json').exists():
+    return {'warm': {}, 'arms': [], 'curves': {}}, marks
+  ids, *runs = json.loads((out / 'hits.json').read_text()).items()
+  for name, row in runs:
+    arm, case, evaluation = name.split('/')
+    run = {i: float(x) for i, x in zip(ids[1], row) if x != '-'}
+    marks.setdefault((arm, evaluation), {})[case] = run
+  return json.loads((out / 'results.json').read_text()), marks
+
+
+def compare(arms: Sequence[dict], marks: Marks) -> list[dict]:
+  """The gains: of trained arms, of what else was trained, over baselines."""
+  pairs = [('lora_good', 'good')]
+  fine_tuned = chosen('rag_fine_tuned', arms)
+  for arm, start in TRAINED.items():
+    more = chosen(f'more_{start}', arms)
+    pairs += [(arm, start), (more, start)]
+    pairs += [(arm, other) for other in (more, 'rag_few_shot', fine_tuned)]
+  gains = []
+  for arm, start in pairs:
+    for evaluation in ('after', 'sampled'):
+      two = marks.get((arm, evaluation)), marks.get((start, evaluation))
+      if all(two):
+        ours, theirs = ([*x.values()] for x in two)
+        named = {'arm': arm, 'start': start, 'evaluation': evaluation}
+        gains.append(named | gain(ours, theirs))
+  return gains
+
+
+def plot(sweep: core.Sweep, record: Mapping, path: pathlib.Path) -> None:
+  """The curves of what was trained; what was not is a line."""
+  arms: dict[str, dict] = {}
+  for arm in sweep.arms:
+    runs = record['curves'].get(arm.name, {})
+    scored = [
+      a['em']
+      for a in record['arms']
+      if (a['arm'], a['set'], a['evaluation']) == (arm.name, 'dev', 'after')
+    ]
+    if runs or (scored and not arm.train):
+      level = {'eval/em': {'mean': np.mean(scored)}} if scored else {}
+      seeds = {case: {'curve': curve} for case, curve in runs.items()}
+      seeds = seeds or {'0': {'curve': {}}}
+      arms[arm.name] = {'seeds': seeds, 'mean': {'after': level}}
+  if record['curves']:
+    figures.plot(sweep.curves, arms, path)
+
+
 def write(
   sweep: core.Sweep, workdir, out: pathlib.Path, about, short: set[str]
 ) -> dict:
@@ -190,54 +247,43 @@ def write(
 
   about: environment and vocabulary. short: the ids of 'dev_short'.
   """
-  done = list(complete(sweep, workdir))
+  record, marks = earlier(out)
   arms: list[dict] = []
-  by: dict[tuple[str, str], dict[str, Hits]] = {}
-  for arm, case, name, folder in done:
+  for arm, case, name, folder in complete(sweep, workdir):
     found = entries(arm, case, name, folder, short)
     arms += [entry | {'vocabulary': about['vocabulary']} for entry in found]
-    if found and found[0]['set'] == 'dev':
-      by.setdefault((arm.name, name), {})[case] = hits(folder)
-  pairs = [('lora_good', 'good')]
-  fine_tuned = chosen('rag_fine_tuned', arms)
-  for arm_name, start in TRAINED.items():
-    more = chosen(f'more_{start}', arms)
-    pairs += [(arm_name, start), (more, start)]
-    others = more, 'rag_few_shot', fine_tuned
-    pairs += [(arm_name, other) for other in others]
-  gains = []
-  for arm, start in pairs:
-    for evaluation in ('after', 'sampled'):
-      two = by.get((arm, evaluation)), by.get((start, evaluation))
-      if all(two):
-        ours, theirs = ([*x.values()] for x in two)
-        named = {'arm': arm, 'start': start, 'evaluation': evaluation}
-        gains.append(named | gain(ours, theirs))
-  collected = figures.collect(sweep, workdir)
+    told = name in ('after', 'sampled', 'gold')
+    if told and found and found[0]['set'] == 'dev':
+      marks.setdefault((arm.name, name), {})[case] = hits(folder)
+  here = {(a['arm'], a['seed']) for a in arms}
+  arms += [a for a in record['arms'] if (a['arm'], a['seed']) not in here]
+  order = [arm.name for arm in sweep.arms]
+  arms.sort(key=lambda a: (order.index(a['arm']), a['seed']))
+  curves = record['curves']
+  for name, x in figures.collect(sweep, workdir).items():
+    new = {case: s['curve'] for case, s in x['seeds'].items() if s['curve']}
+    if new:
+      curves[name] = curves.get(name, {}) | new
+  gains = compare(arms, marks)
   record = {
     **about,
-    'warm': figures.starts(sweep, workdir),
+    'warm': record['warm'] | figures.starts(sweep, workdir),
     'arms': arms,
     'gains': gains,
-    'curves': {
-      arm: {case: s['curve'] for case, s in x['seeds'].items() if s['curve']}
-      for arm, x in collected.items()
-    },
+    'curves': curves,
     'bars': judge(gains, arms),
   }
   records.write_json(out / 'results.json', record)
-  ids = sorted(set().union(*(h for x in by.values() for h in x.values())))
-  marks = {
+  ids = sorted(set().union(*(h for x in marks.values() for h in x.values())))
+  rows = {
     '/'.join((arm, case, evaluation)): ''.join(
       '-' if i not in run else str(round(run[i])) for i in ids
     )
-    for (arm, evaluation), runs in by.items()
+    for (arm, evaluation), runs in marks.items()
     for case, run in runs.items()
-    if evaluation in ('after', 'sampled', 'gold')
   }
-  records.write_json(out / 'hits.json', {'ids': ids, **marks})
-  if any(s['curve'] for x in collected.values() for s in x['seeds'].values()):
-    figures.plot(sweep.curves, collected, out / 'curves.png')
+  records.write_json(out / 'hits.json', {'ids': ids, **rows})
+  plot(sweep, record, out / 'curves.png')
   return record
 
 

@@ -174,6 +174,39 @@ def test_a_gain_is_paired_by_question():
   assert 0 <= found['interval'][0] <= 0.5 <= found['interval'][1] <= 1
 
 
+def test_runs_of_other_folders_stay_in_the_results(tmp_path, monkeypatch):
+  """And those that were made again are replaced; gains are of both folders."""
+  sweep = rows.get_sweep('model=small')
+
+  def finish(folder, *runs, em):
+    """The workdir of runs that are done, whose answers are all worth `em`."""
+    monkeypatch.setattr(results, 'hits', lambda _: {'q1': em, 'q2': em})
+    monkeypatch.setattr(
+      results,
+      'complete',
+      lambda *_: [(sweep.arm(a), c, 'after', folder) for a, c in runs],
+    )
+    monkeypatch.setattr(
+      results,
+      'entries',
+      lambda arm, case, name, *_: [
+        dict(arm=arm.name, seed=int(case), set='dev', evaluation=name, em=em)
+      ],
+    )
+    about = {'vocabulary': 3}
+    return results.write(sweep, folder, tmp_path / 'out', about, set())
+
+  (tmp_path / 'out').mkdir()
+  start = ('good', '0'), ('grpo_good', '0')
+  finish(tmp_path / 'one', *start, em=0.0)
+  again = ('grpo_good', '0'), ('grpo_good', '1')
+  found = finish(tmp_path / 'two', *again, em=1.0)
+  told = [(a['arm'], a['seed'], a['em']) for a in found['arms']]
+  assert told == [('good', 0, 0), ('grpo_good', 0, 1), ('grpo_good', 1, 1)]
+  (gain,) = found['gains']
+  assert (gain['arm'], gain['seeds'], gain['gain']) == ('grpo_good', 2, 1.0)
+
+
 def test_bars_hold_by_the_interval_too():
   def one(gain, low, seeds=2):
     found = {'arm': 'grpo_hesitant', 'start': 'hesitant', 'evaluation': 'after'}
