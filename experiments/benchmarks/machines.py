@@ -101,8 +101,9 @@ def row(key: tuple) -> str:
   index = find(r'^search: arguments ([\d.]+) GiB, temporary ([\d.]+) GiB')
   missed: dict[str, None] = {}
   for what, found in re.findall(r' MISSED  (.*): (.*)', text):
-    value = f' {found}' if re.fullmatch(r'[\d.]+', found) else ''
-    missed[SHORT.get(what, what) + value] = None
+    value = re.match(r'[\d.]+(?= \(|$)', found)
+    shown = f' {value[0]}' if value else ''
+    missed[SHORT.get(what, what) + shown] = None
   parts = ' '.join(
     f'{name} {n}'
     for name, n in zip(('data', 'fsdp', 'tensor'), preset.mesh)

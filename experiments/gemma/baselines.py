@@ -9,7 +9,6 @@ examples; they hold text of the data, so they are made where it is.
 from collections.abc import Sequence
 import dataclasses
 import pathlib
-from typing import Any
 
 import numpy as np
 
@@ -57,20 +56,22 @@ def load(
   path: str,
   folder: str,
   gold: bool = False,
+  source: str = 'nq*',
+  part: str = '',
+  short: bool = False,
   corpus: str = 'corpus.jsonl.gz',
-  **fields: Any,
+  n: int = 0,
 ) -> list[Question]:
   """Questions behind the best passage for them, or behind a supporting one.
 
   Args:
-    path, folder, corpus: see `questions.load`.
+    path, folder, source, part, short, corpus, n: see `questions.load`.
     gold: a passage that supports the question.
-    **fields: of `questions.load`.
 
   Raises:
     DataError: see `questions.load`.
   """
-  asked = questions.load(path, folder, corpus=corpus, **fields)
+  asked = questions.load(path, folder, source, part, short, False, corpus, n)
   place = str(pathlib.Path(folder) / corpus)
   if gold:
     every = questions.texts(place)
@@ -87,10 +88,9 @@ def traces(
   n: int,
   seed: int,
   corpus: str = 'corpus.jsonl.gz',
-  **fields: Any,
 ) -> list[Trace]:
   """n questions behind their best passage with an answer that it shows."""
-  asked = load(path, folder, corpus=corpus, part='train', **fields)
+  asked = load(path, folder, part='train', corpus=corpus)
   order = np.random.default_rng(seed).permutation(len(asked))
   out = []
   for i in order:

@@ -8,6 +8,7 @@ import shutil
 import pytest
 
 from experiments.gemma import questions, results, rows
+from searchrl_jax.data import core as data
 from searchrl_jax.data.checks import DataError
 from searchrl_jax.sweep import core
 from searchrl_jax.types import Passage
@@ -138,10 +139,35 @@ def test_answers_from_memory_have_to_be_there(folder):
     traces(folder, n=4, memory=0.5)
 
 
-def test_every_arm_can_run(tmp_path):
+def test_every_arm_can_run(folder, monkeypatch):
+  """Its config holds, and so do the questions and traces that it asks for."""
   for name in ('closed_book.json', 'rag.json'):  # of `baselines.few_shot`
-    shutil.copy(ROOT / 'experiments/gemma/rag.json', tmp_path / name)
-  core.check(rows.get_sweep(f'model=small,made={tmp_path}'))
+    shutil.copy(ROOT / 'experiments/gemma/rag.json', folder / name)
+  shutil.copy(folder / 'book.jsonl', folder / 'closed_book.jsonl')
+  with gzip.open(folder / 'qa_train.jsonl.gz', 'rt') as file:
+    lines = [json.loads(line) for line in file]
+  with gzip.open(folder / 'qa_dev.jsonl.gz', 'wt') as file:
+    for source in ('nq', 'hotpotqa', '2wiki', 'musique'):
+      for n, line in enumerate(2 * lines):  # more than are drawn
+        about = {'id': f'{source}{n}', 'source': f'{source}_dev'}
+        file.write(json.dumps(line | about) + '\n')
+  monkeypatch.setenv(data.ENV_DIR, str(folder))
+  sweep = rows.get_sweep(f'model=small,made={folder}')
+  core.check(sweep)
+  asked = []
+
+  def evaluate(config, *_, **__):
+    asked.extend(data.load_sets(config.data.eval, config.data))
+
+  monkeypatch.setattr(rows.evaluate, 'evaluate', evaluate)
+  for arm in sweep.arms:
+    for run in arm.evaluations.values():
+      run(arm.config(0), '', '')
+  assert {*asked} == {*rows.SETS} - {'train'}
+  for start in sweep.warm.values():
+    fields = start.config(0).sft.data
+    fields.n = 10
+    assert len(data.load_traces(fields, start.config(0).data, search)) == 10
 
 
 def test_only_seed_0_has_the_long_evaluations(tmp_path, monkeypatch):
