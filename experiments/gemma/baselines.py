@@ -83,11 +83,7 @@ def load(
 
 
 def traces(
-  path: str,
-  folder: str,
-  n: int,
-  seed: int,
-  corpus: str = 'corpus.jsonl.gz',
+  path: str, folder: str, n: int, seed: int, corpus: str = 'corpus.jsonl.gz'
 ) -> list[Trace]:
   """n questions behind their best passage with an answer that it shows."""
   asked = load(path, folder, part='train', corpus=corpus)

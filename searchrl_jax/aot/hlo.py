@@ -258,22 +258,40 @@ class Program:
     kernel reads slices alone, the slices.
 
     where: (whether in a loop, whether in a branch) -> whether it counts.
-    near: results of at most so many bytes stay in a cache until they are read.
+    near: of a cache. A kernel reads another's result from it if the result and
+      all that was moved since are no more than that; a result is written to
+      memory in any case.
     """
     total = 0
     for name, (times, *place) in self.times.items():
-      if not where(*place):
-        continue
-      members = self.computations[name]
-      for i in members.values():
-        free = i.opcode in _FREE or i.target in _FREE
-        if not free and not i.opcode.endswith('-done'):
-          total += times * self._moved(i, members, near)
+      if where(*place):
+        total += times * self._through(self.computations[name], near)
     return total
 
+  def _through(self, members: dict[str, Instruction], near: int) -> int:
+    """`traffic` of a computation; a scheduled one lists kernels in order."""
+    moved = 0
+    made: dict[str, int] = {}  # the result of a kernel -> `moved` after it
+    for i in members.values():
+      if i.opcode in ('bitcast', 'get-tuple-element'):
+        if i.operands[0] in made:
+          made[i.name] = made[i.operands[0]]
+      elif i.opcode not in _FREE and i.target not in _FREE:
+        held = {
+          operand
+          for operand in i.operands
+          if operand in made
+          and members[operand].nbytes + moved - made[operand] <= near
+        }
+        if not i.opcode.endswith('-done'):
+          moved += self._moved(i, members, held)
+        made[i.name] = moved
+    return moved
+
   def _moved(
-    self, i: Instruction, members: dict[str, Instruction], near: int = 0
+    self, i: Instruction, members: dict[str, Instruction], held: set[str]
   ) -> int:
+    """Bytes of one kernel. held: the operands that it reads from a cache."""
     inner: dict[str, Instruction] = {}
     if i.opcode == 'fusion':
       inner = self.computations[i.called[0]]
@@ -289,22 +307,12 @@ class Program:
         size = 0
       if i.target:
         size = round(size * self._reads(i.op))
-      if not _near(members.get(operand), members, near):
-        total += size
+      total += size * (operand not in held)
     root = self._root(i)
     if root.opcode in _IN_PLACE:
       update = root.operands[_IN_PLACE[root.opcode]]
       return total + (inner or members)[update].nbytes * (i.stored > 0)
-    stored = (s.nbytes for s in i.results if not s.near)
-    return total + sum(size for size in stored if size > near)
-
-
-def _near(i: Instruction | None, members: dict, near: int) -> bool:
-  """Whether it is a kernel's result of at most `near` bytes."""
-  small = i is not None and i.nbytes <= near
-  while i and i.opcode in ('bitcast', 'get-tuple-element'):
-    i = members.get(i.operands[0])
-  return small and i is not None and i.opcode not in _FREE
+    return total + i.stored
 
 
 def _sliced(parameter: Instruction, inner: dict, whole: int) -> int:

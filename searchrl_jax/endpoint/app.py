@@ -44,6 +44,7 @@ from searchrl_jax.endpoint.sessions import (
   Sessions,
 )
 from searchrl_jax.endpoint.streaming import Deltas, Tell
+from searchrl_jax.engines.core import LEAST_TOP_P
 from searchrl_jax.text import chat
 from searchrl_jax.text.chat import ChatError
 
@@ -78,8 +79,7 @@ _NUMBERS = {
   'max_tokens': _COUNT,
   'n': _COUNT,
   'temperature': (_REAL, lambda x: 0 <= x <= 2, '0 to 2'),
-  # Less is 0 in float32.
-  'top_p': (_REAL, lambda x: 1e-30 <= x <= 1, 'above 0 to 1'),
+  'top_p': (_REAL, lambda x: LEAST_TOP_P <= x <= 1, f'{LEAST_TOP_P} to 1'),
   'seed': (_INT, lambda x: 0 <= x < 1 << 32, '0 to 2**32 - 1'),
   'reward': (_REAL, lambda x: abs(x) < 1 << 64, 'a finite number'),
   'topk': (_INT, lambda x: 1 <= x <= 100, '1 to 100'),

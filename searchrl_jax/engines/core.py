@@ -31,6 +31,9 @@ def module(name: str) -> Any:
   return lookup.module('searchrl_jax.engines', path)
 
 
+LEAST_TOP_P = 1e-30  # float32 takes much less for 0, which keeps no token
+
+
 @dataclasses.dataclass(frozen=True)
 class Sampling:
   """How to sample one completion.
@@ -210,12 +213,14 @@ class Engine(Protocol):
     total = len(handle) + s.max_tokens
     fits = s.max_tokens >= 1 and total <= (s.limit or most) <= most
     warm = s.temperature == 0 or low <= s.temperature < math.inf
-    good = fits and warm and 0 < s.top_p <= 1 and s.top_k >= 0 and all(s.stops)
+    truncated = LEAST_TOP_P <= s.top_p <= 1 and s.top_k >= 0
+    good = fits and warm and truncated and all(s.stops)
     if not good:  # so that the message is not written at every call
       raise EngineError(
         f'{s} after {len(handle)} tokens: expected at least 1 of max_tokens, '
         f'all within limit and config.engine.max_len={most}; temperature 0 '
-        f'(greedy) or from {low}; top_p in (0, 1]; top_k from 0; no empty stop'
+        f'(greedy) or from {low}; top_p from {LEAST_TOP_P} to 1; top_k from '
+        '0; no empty stop'
       )
 
   # What each engine does in its own way.

@@ -109,3 +109,4 @@ def test_a_token_reads_weights_and_cache_once():
   )
   (line,) = [line for line in verdicts if 'untruncated token reads' in line]
   assert ' holds ' in line
+  assert float(line.rpartition(': ')[2].split()[0]) >= 1

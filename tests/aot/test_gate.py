@@ -254,11 +254,24 @@ def test_decoding_counts_one_token_of_its_chunk(name, times):
   assert max(n for n, *_ in found.hlo.times.values()) == times
 
 
+def test_a_token_that_reads_more_than_its_weights_is_missed():
+  """Of 4 MiB of weights, beside one row and beside as much."""
+  w = jax.numpy.ones((1024, 1024))
+  mesh = sharding.make_mesh(devices=jax.devices()[:1])
+  for rows, good in ((1, True), (1024, False)):
+    x = jax.numpy.ones((rows, 1024))
+    f = jax.jit(lambda w, x: jax.lax.fori_loop(0, 5, lambda _, x: x @ w, x))
+    traced = f.trace(w, x)
+    found = gate.Program('decode', traced, traced.lower().compile(), mesh)
+    (check,) = [c for c in gate.verify(found, CFG, H200) if 'token' in c.what]
+    assert check.good == good
+
+
 @pytest.mark.long
 @pytest.mark.skipif(jax.device_count() < 4, reason='needs four devices')
 @pytest.mark.parametrize('tensor', [1, 2])
 def test_what_a_token_need_not_read_of_its_cache(tensor, monkeypatch):
-  """Where the kernel is in the program. One layer has a window."""
+  """Whether or not the kernel is in the program. One layer has a window."""
   inside = functools.partial(live.attend, interpret=True)
   monkeypatch.setattr(live, 'attend', inside)
   engine = common.config(slots=2, max_len=900, chunk=1)
@@ -267,15 +280,13 @@ def test_what_a_token_need_not_read_of_its_cache(tensor, monkeypatch):
   with sharding.compiling_for('gpu'):
     mesh = sharding.make_mesh(2, 1, tensor)
     found = next(gate._sampler(engine, cfg, mesh))
-  said = gate.describe(found, H200)[0]
-  if tensor == 2:  # an axis that is left to the compiler
-    assert not found.idle and said.endswith('(memory)')
-    return
   # Of 1,024 positions, 1 to 400 and the last 128 of them.
-  cache = 2 * 2 * 64 * 4  # bytes a position, of the slot of a device
+  cache = 2 * 2 * 64 * 4 / tensor  # bytes a position, of the slot of a device
   seen = 200.5 + (sum(range(129)) + 272 * 128) / 400
   assert found.idle == pytest.approx((2 * 1024 - seen) * cache)
-  assert said.endswith('(memory) with contexts of 200 tokens on average')
+  # Two parts along tensor are left to the compiler: all is read.
+  contexts = ' with contexts of 200 tokens on average' * (tensor == 1)
+  assert gate.describe(found, H200)[0].endswith(f'(memory){contexts}')
 
 
 @pytest.mark.long

@@ -262,6 +262,7 @@ class EngineContract:
         Sampling(max_tokens=0),
         Sampling(max_tokens=1, temperature=-1.0),
         Sampling(max_tokens=1, top_p=0.0),
+        Sampling(max_tokens=1, top_p=1e-40),
         Sampling(max_tokens=1, top_k=-1),
         Sampling(max_tokens=1, stops=('',)),
       ):

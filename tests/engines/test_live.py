@@ -111,15 +111,15 @@ def test_a_row_depends_on_itself_alone(seed):
   assert np.array_equal(found[row], again[place])
 
 
-def test_runs_share_a_long_row(monkeypatch):
-  """Few rows are cut into runs, many are not; the results are close."""
+@pytest.mark.parametrize('runs, run', [(1, 5), (2, 3), (3, 2), (5, 1)])
+@pytest.mark.parametrize('window', [0, 129])
+def test_runs_share_a_long_row(monkeypatch, runs, run, window):
+  """Few rows are cut into runs of blocks, many are not."""
   q, k, v = made()
-  several, counts = attend(q, k, v, LAST)
-  assert counts.shape == (B, K, 5)
-  monkeypatch.setattr(live, '_PROGRAMS', B * K)
-  one, counts = attend(q, k, v, LAST)
-  assert counts.shape == (B, K, 1)
-  np.testing.assert_allclose(one, several, atol=1e-6)
+  monkeypatch.setattr(live, '_PROGRAMS', B * K * runs)
+  found, counts = attend(q, k, v, LAST, window)
+  assert counts.shape == (B, K, runs) and np.max(counts) <= run
+  np.testing.assert_allclose(found, expected(q, k, v, window), atol=2e-6)
 
 
 def through(mesh=None, time=1, S=256, dtype=np.float32, keys=None, **sizes):
