@@ -212,7 +212,7 @@ def get_sweep(arg=None):
         start,
         evaluations={
           name: run if name in POLICY else first(run)
-          for name, run in {**START, 'controls': controls}.items()
+          for name, run in {**POLICY, 'controls': controls, **START}.items()
         },
         seeds=(0, 1),
       )
