@@ -88,13 +88,6 @@ def backlinks(world: World) -> dict[str, Passage]:
   }
 
 
-def sections(world: World) -> dict[str, Passage]:
-  """Title -> passage, of the corpus."""
-  rows = [(row['id'], *row['contents'].split('\n')) for row in world.corpus]
-  found = [Passage(id, title.strip('"'), text) for id, title, text in rows]
-  return {passage.title: passage for passage in found}
-
-
 def load(
   *, world_seed: int, split: str, train=300, heldout=150, known=40
 ) -> list[Question]:
@@ -187,7 +180,8 @@ class _Writer:
 
   def __init__(self, world: World, mix: Mix, rng, brief: str):
     self.mix, self.rng, self.brief = mix, rng, brief
-    self.facts, self.sections = world.facts, sections(world)
+    self.facts = world.facts
+    self.sections = {p.title: p for p in world.passages()}
     own = set(atlas.names('train', False))
     self.leads = leading({n: f for n, f in world.facts.items() if n in own})
     self.passages, self.people = backlinks(world), [*self.leads]

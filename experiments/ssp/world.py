@@ -81,9 +81,7 @@ class World:
 @functools.cache
 def names(split: str) -> tuple[str, ...]:
   """Every name of a split; the splits are disjoint."""
-  first = microworld.invented(SETTINGS.first, 'first')
-  second = microworld.invented(SETTINGS.second, 'second')
-  every = [f'{a} {b}' for a in first for b in second]
+  every = microworld.every_name(SETTINGS)
   order = np.random.default_rng(2).permutation(len(every))
   at = 0
   for known, share in SHARES.items():

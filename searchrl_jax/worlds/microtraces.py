@@ -103,9 +103,7 @@ def indexed(world: microworld.World, titles: Container[str]) -> Search:
   """Returns a search with the server's index, over passages by their titles."""
   from retrieval.index.bm25 import BM25Index  # slow to import
 
-  rows = [(row['id'], *row['contents'].split('\n')) for row in world.corpus]
-  found = (Passage(id, title.strip('"'), text) for id, title, text in rows)
-  passages = [p for p in found if p.title in titles]
+  passages = [p for p in world.passages() if p.title in titles]
   index = BM25Index([f'"{p.title}"\n{p.text}' for p in passages])
 
   def search(queries: Sequence[str], k: int):
