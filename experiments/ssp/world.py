@@ -51,8 +51,6 @@ INVERSE = {
 MOST_SHARING = 3
 TAG = 'question'
 WORDS = (*INVERSE, f'<{TAG}>', f'</{TAG}>')
-# The traces' worlds begin here, far from the seeds that a user would try.
-TRACE_WORLDS = 1_000_000_000
 
 
 @dataclasses.dataclass(frozen=True)

@@ -67,6 +67,7 @@ SECTION[VISITED] = TRAVEL
 LINKS = ('teacher', 'friend', 'rival', 'patron')
 ATTRIBUTES = microworld.ATTRIBUTES
 KINDS = ('1hop', '2hop', '3hop', '4hop', 'known', 'comparison')
+SEARCHED = tuple(kind for kind in KINDS if kind != 'known')
 # Names of each split that are only used for people whose facts are known.
 RESERVED = 60
 # Words besides those of microworld, of questions, passages, thoughts and notes.
