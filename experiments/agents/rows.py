@@ -1,4 +1,7 @@
-"""A program beside the native environment, from one warm start: `run`.
+"""A program beside the native environment, from one warm start.
+
+  python -m experiments.rows --row=experiments.agents.rows \\
+    --workdir=runs/agents --out=experiments/agents/results.json
 
 Both arms ask the same questions with the same fields, and are evaluated by the
 native environment. The program plays through OpenAI's client and is rewarded by

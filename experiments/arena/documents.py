@@ -20,7 +20,7 @@ import numpy as np
 
 from searchrl_jax.data.core import Trace
 from searchrl_jax.types import SEARCH, Question, Trajectory
-from searchrl_jax.worlds import atlas, microworld
+from searchrl_jax.worlds import atlas, microtraces, microworld
 from searchrl_jax.worlds.microdocuments import (
   DOCUMENT_WORLDS,
   NOISY,
@@ -86,29 +86,29 @@ def traces(
     DataError: a world that cannot be generated.
   """
   believed, out = beliefs(world_seed), []
-  for i in range(worlds):
-    own_seed = DOCUMENT_WORLDS + world_seed * 1000 + i
+  shares = microtraces.shares(world_seed, worlds, n, DOCUMENT_WORLDS)
+  for i, own_seed, count in shares:
     world = atlas.generate(own_seed, train=people, heldout=40, known=0)
-    kinds = [kind for kind in atlas.KINDS if kind != 'known']
-    pool = atlas.pick(world, 'train', kinds=kinds)
+    pool = atlas.pick(world, 'train', kinds=atlas.SEARCHED)
     rng = np.random.default_rng([world_seed, i, 30])
     writer = Writer(believed, rng)
-    for j in range(n * (i + 1) // worlds - n * i // worlds):
+    for j in range(count):
       out.append(writer.trace(pool[j % len(pool)], rng.random() < useful))
   return out
 
 
-class Writer:
+class Writer(microtraces.Writer):
   """Writes documents about people of the train split."""
 
   def __init__(self, believed: Beliefs, rng):
-    self.believed, self.rng = believed, rng
+    super().__init__(rng)
+    self.believed = believed
     self.people = atlas.names('train', True) + atlas.names('train', False)
     self.pools = microworld.pools(microworld.STANDARD)
 
   def one(self, among: Sequence[str], but: str = '') -> str:
     """One of them, another than `but`."""
-    while (found := among[self.rng.integers(len(among))]) == but:
+    while (found := super().one(among)) == but:
       pass
     return found
 

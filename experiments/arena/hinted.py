@@ -78,13 +78,11 @@ def traces(
     world_seed=world_seed, mix=mix, n=n - told, **common
   )
   env = _environment()
-  kinds = [kind for kind in atlas.KINDS if kind != 'known']
   everyone, relations = atlas.names('train', False), tuple(atlas.SECTION)
-  for i in range(worlds):
-    own_seed = microtraces.TRACE_WORLDS + world_seed * 1000 + _APART + i
+  first = microtraces.TRACE_WORLDS + _APART
+  for i, own_seed, count in microtraces.shares(world_seed, worlds, told, first):
     own = atlas.generate(own_seed, train=people, heldout=40, known=0)
-    count = told * (i + 1) // worlds - told * i // worlds
-    pool = itertools.cycle(atlas.pick(own, 'train', kinds=kinds))
+    pool = itertools.cycle(atlas.pick(own, 'train', kinds=atlas.SEARCHED))
     asked = [*itertools.islice(pool, count)]
     search = atlas_traces.searcher(own, everyone, relations)
     script = functools.partial(atlas_traces.script, own, turns=turns, k=k)

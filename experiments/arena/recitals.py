@@ -91,6 +91,5 @@ def _names(split: str) -> tuple[str, ...]:
 
 def passages(world) -> list[Passage]:
   """All that state a fact."""
-  rows = [(row['id'], *row['contents'].split('\n')) for row in world.corpus]
-  found = [Passage(id, title.strip('"'), text) for id, title, text in rows]
-  return [p for p in found if not p.title.endswith(f', {atlas.ASKED}')]
+  asked = f', {atlas.ASKED}'
+  return [p for p in world.passages() if not p.title.endswith(asked)]

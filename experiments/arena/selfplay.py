@@ -35,7 +35,7 @@ import zlib
 import numpy as np
 
 from experiments.ssp import oracle
-from experiments.ssp.traces import NOTHING, shown
+from experiments.ssp.traces import NOTHING, Writer, shown
 from searchrl_jax.data.core import Trace
 from searchrl_jax.types import Passage, Question
 from searchrl_jax.worlds import atlas, atlas_traces, microtraces, microworld
@@ -86,13 +86,6 @@ def backlinks(world: World) -> dict[str, Passage]:
     )
     for i, (name, leads) in enumerate(leading(world.facts).items())
   }
-
-
-def sections(world: World) -> dict[str, Passage]:
-  """Title -> passage, of the corpus."""
-  rows = [(row['id'], *row['contents'].split('\n')) for row in world.corpus]
-  found = [Passage(id, title.strip('"'), text) for id, title, text in rows]
-  return {passage.title: passage for passage in found}
 
 
 def load(
@@ -173,30 +166,29 @@ def traces(
   own = dict(world_seed=world_seed, train=train, heldout=heldout, known=known)
   out = atlas_traces.traces(worlds=worlds, people=people, **solver, **own)
   rest = n - len(out)
-  for i in range(worlds):
-    own_seed = microtraces.TRACE_WORLDS + world_seed * 1000 + i
+  for i, own_seed, count in microtraces.shares(world_seed, worlds, rest):
     world = atlas.generate(own_seed, train=people, heldout=40, known=0)
     writer = _Writer(world, how, np.random.default_rng([seed, i, 31]), brief)
-    count = rest * (i + 1) // worlds - rest * i // worlds
     out += [writer.trace() for _ in range(count)]
   return out
 
 
-class _Writer:
+class _Writer(Writer):
   """Writes traces of one world's train people."""
 
   def __init__(self, world: World, mix: Mix, rng, brief: str):
-    self.mix, self.rng, self.brief = mix, rng, brief
-    self.facts, self.sections = world.facts, sections(world)
+    self.facts, self.brief = world.facts, brief
+    self.sections = {p.title: p for p in world.passages()}
     own = set(atlas.names('train', False))
     self.leads = leading({n: f for n, f in world.facts.items() if n in own})
-    self.passages, self.people = backlinks(world), [*self.leads]
+    self.passages = backlinks(world)
+    super().__init__(rng, [*self.leads], mix)
 
-  def chance(self, p: float) -> bool:
-    return self.rng.random() < p
+  def text(self, name: str) -> str:
+    return self.passages[name].text
 
-  def one(self, among: Sequence):
-    return among[self.rng.integers(len(among))]
+  def stated(self, name: str) -> list[str]:
+    return [f'{person} {link} {name}' for person, link in self.leads[name]]
 
   def trace(self) -> Trace:
     draw = self.rng.random() * (1 - self.mix.solver)
@@ -226,20 +218,8 @@ class _Writer:
       at = out[-1][0]
     return out
 
-  def drill(self) -> Trace:
-    """Passages, then what they state in the words of questions."""
-    names = [self.one(self.people) for _ in range(self.rng.integers(1, 6))]
-    names = [*dict.fromkeys(names)]
-    facts = [f'{p} {link} {n}' for n in names for p, link in self.leads[n]]
-    said = '; '.join(facts[i] for i in self.rng.permutation(len(facts)))
-    read = '\n'.join(self.passages[name].text for name in names)
-    return Trace(None, (('other', read), ('think', said)))
-
   def proposer(self) -> Trace:
-    hops = 1 + int(self.rng.choice(len(self.mix.proposed), p=self.mix.proposed))
-    asked, heeds = hops, self.mix.heeds
-    if heeds < 1 and hops > 1 and not self.chance(heeds):
-      hops = int(self.rng.integers(1, hops))
+    asked, hops = self.proposed()
     answer = self.one(self.people)
     steps, at, actions, said = self.back(answer, hops), answer, [], answer
     for n in range(len(steps)):
@@ -293,7 +273,7 @@ class _Writer:
       for person, link in self.leads[name]
     }
     text = '\n'.join(
-      [self.passages[name].text for name in evidence]
+      [self.text(name) for name in evidence]
       + [f'Question: {atlas.text("", [start, *path])}']
     )
     read, at = [], start

@@ -228,36 +228,29 @@ def peers(name: str, **fields) -> Iterator[dict[str, Process]]:
     }
 
 
-def child(
-  function: Callable, *args, env: Mapping[str, str] | None = None, **options
-) -> subprocess.CompletedProcess:
-  """Runs `function(*args)`, all JSON, in a process of its own.
+def apart(
+  function: Callable, *args, env: Mapping[str, str] | None = None
+) -> Any:
+  """What `function(*args)`, all JSON, returns in a process of its own.
+
+  Memory, compilation and imports are then its own.
 
   Args:
     function: of a module; it reads no flags.
     *args: its arguments.
     env: further environment variables.
-    **options: of subprocess.run.
   """
   module = function.__module__
   if module == '__main__':
     module = sys.modules['__main__'].__spec__.name
-  return subprocess.run(
+  done = subprocess.run(
     [sys.executable, '-m', __name__, module, function.__name__],
     cwd=common.ROOT,
     env=os.environ | (env or {}),
     input=json.dumps(args),
     text=True,
-    **options,
+    stdout=subprocess.PIPE,
   )
-
-
-def apart(function: Callable, *args, **options) -> Any:
-  """What `function(*args)` returns in a process of its own, see `child`.
-
-  Memory, compilation and imports are then its own.
-  """
-  done = child(function, *args, stdout=subprocess.PIPE, **options)
   if done.returncode:
     raise RuntimeError(
       f'{function.__name__} ended with status {done.returncode}; its error '
@@ -266,7 +259,7 @@ def apart(function: Callable, *args, **options) -> Any:
   return json.loads(done.stdout.splitlines()[-1])
 
 
-if __name__ == '__main__':  # the process of `child`
+if __name__ == '__main__':  # the process of `apart`
   _MODULE, _FUNCTION = sys.argv[1:]
   _CALL = getattr(importlib.import_module(_MODULE), _FUNCTION)
   print(json.dumps(_CALL(*json.load(sys.stdin))))

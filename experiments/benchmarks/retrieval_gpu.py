@@ -14,9 +14,6 @@ itself reaches in copying one large array, bytes read and written.
 `search` further encodes the queries (12 layers of 768, e5-base's size, random
 weights) and brings the answers to the host, and its bandwidth counts the same
 bytes. Queries have 3 to 20 words.
-
-Written where no accelerator was at hand: it has run on CPU only.
-`retrieval_aot` compiles the same program without one.
 """
 
 from collections.abc import Callable

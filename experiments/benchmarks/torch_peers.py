@@ -132,29 +132,6 @@ def update(model: dict, rows: int, length: int, gathered=False, **unused):
   return about, updates
 
 
-def greedy(folder: str, new: int):
-  """The peer of `agreement`: greedy continuations of prompts of one length."""
-  made = transformers.AutoModelForCausalLM.from_pretrained(
-    folder, dtype=torch.float32
-  )
-
-  def continued(prompts: list[list[int]]) -> list[list[int]]:
-    ids = torch.tensor(prompts)
-    with torch.no_grad():
-      found = made.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        do_sample=False,
-        max_new_tokens=new,
-        min_new_tokens=new,
-        pad_token_id=0,
-        eos_token_id=None,
-      )
-    return found[:, ids.shape[1] :].tolist()
-
-  return {}, continued
-
-
 def encode(model: str):
   """A peer of `retrieval`: seconds of sentence-transformers for some texts."""
   from sentence_transformers import SentenceTransformer

@@ -96,15 +96,11 @@ def traces(
     relations: see there.
     seed: of the guesses.
   """
-  if worlds < 1 or n < worlds:
-    raise DataError(f'n={n} traces of worlds={worlds}: at least one of each')
   rng = np.random.default_rng(seed)
   out = []
-  for i in range(worlds):
-    own_seed = microtraces.TRACE_WORLDS + world_seed * 1000 + i
+  for _, own_seed, count in microtraces.shares(world_seed, worlds, n):
     world = microworld.generate(own_seed, train=train, relations=relations)
     pool = microworld.pick(world, 'train')
-    count = n * (i + 1) // worlds - n * i // worlds
     asked = [pool[j % len(pool)] for j in range(count)]
     found = microtraces.searcher(world)([q.text for q in asked], k)
     out += [

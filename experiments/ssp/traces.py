@@ -29,6 +29,7 @@ from experiments.ssp import world as worlds
 from searchrl_jax.data.checks import require
 from searchrl_jax.data.core import Trace
 from searchrl_jax.types import Passage, Question
+from searchrl_jax.worlds import microtraces
 
 NOTHING = 'not found'
 FACT_TOKENS = 6  # of a statement in a passage
@@ -109,15 +110,11 @@ def traces(
     DataError: a share out of range, or a world that cannot be.
   """
   mix = Mix(**mix)
-  good = 1 <= worlds <= n
-  require(good, f'n={n} traces of worlds={worlds}: at least one of each')
   out = []
-  for i in range(worlds):
+  for i, own_seed, count in microtraces.shares(world_seed, worlds, n):
     rng = np.random.default_rng([seed, i, 26])
-    writer = _Writer(
-      world_seed * 1000 + i, people, rng, mix, bundles, prompt_tokens, brief
-    )
-    for _ in range(n * (i + 1) // worlds - n * i // worlds):
+    writer = _Writer(own_seed, people, rng, mix, bundles, prompt_tokens, brief)
+    for _ in range(count):
       draw = writer.rng.random()
       if draw < mix.solver:
         out.append(writer.solver())
@@ -141,24 +138,53 @@ def shown(proposal: Trace) -> str:
   return ' '.join(texts)
 
 
-class _Writer:
+class Writer(microtraces.Writer):
+  """What the roles of any world share.
+
+  people: those that are asked about. mix: has `proposed` and `heeds`, see
+  `Mix`.
+  """
+
+  def __init__(self, rng, people: Sequence[str], mix):
+    super().__init__(rng)
+    self.people, self.mix = people, mix
+
+  def text(self, name: str) -> str:
+    """The passage of a person."""
+    raise NotImplementedError
+
+  def stated(self, name: str) -> list[str]:
+    """What it states, in the words of questions."""
+    raise NotImplementedError
+
+  def drill(self) -> Trace:
+    """Passages, then what they state in another order."""
+    names = [self.one(self.people) for _ in range(self.rng.integers(1, 6))]
+    names = list(dict.fromkeys(names))
+    facts = [fact for name in names for fact in self.stated(name)]
+    said = '; '.join(facts[i] for i in self.rng.permutation(len(facts)))
+    read = '\n'.join(map(self.text, names))
+    return Trace(None, (('other', read), ('think', said)))
+
+  def hops(self, shares: Sequence[float]) -> int:
+    return 1 + int(self.rng.choice(len(shares), p=shares))
+
+  def proposed(self) -> tuple[int, int]:
+    """How many hops a proposal is asked for, and how many it has."""
+    asked, heeds = self.hops(self.mix.proposed), self.mix.heeds
+    if heeds < 1 and asked > 1 and not self.chance(heeds):
+      return asked, int(self.rng.integers(1, asked))
+    return asked, asked
+
+
+class _Writer(Writer):
   """Writes the traces of one world."""
 
   def __init__(self, seed, people, rng, mix: Mix, bundles, tokens, brief: str):
-    self.world = worlds.warm(worlds.TRACE_WORLDS + seed, people)
+    self.world = worlds.warm(seed, people)
     self.oracle = oracle.Oracle(self.world.facts)
-    self.people = list(self.world.facts)
-    self.rng, self.mix = rng, mix
+    super().__init__(rng, list(self.world.facts), mix)
     self.bundles, self.tokens, self.brief = bundles, tokens, brief
-
-  def chance(self, p: float) -> bool:
-    return self.rng.random() < p
-
-  def one(self, items):
-    return items[self.rng.integers(len(items))]
-
-  def hops(self, shares) -> int:
-    return 1 + int(self.rng.choice(len(shares), p=shares))
 
   def path(self, hops: int) -> tuple[str, list[tuple[str, str]]]:
     """(an answer, a path to it that long): see `world.path`."""
@@ -168,12 +194,14 @@ class _Writer:
       if len(steps) == hops:
         return answer, steps
 
-  def passage(self, name: str) -> Passage:
-    text = worlds.passage(name, self.world.facts[name])
-    return Passage(self.world.ids[name], name, text)
+  def text(self, name: str) -> str:
+    return worlds.passage(name, self.world.facts[name])
+
+  def stated(self, name: str) -> list[str]:
+    return [f'{name} {r} {v}' for r, v in self.world.facts[name]]
 
   def look_up(self, thought: str, name: str) -> list:
-    read = (self.passage(name),)
+    read = (Passage(self.world.ids[name], name, self.text(name)),)
     return [('think', thought), ('search', name), ('information', read)]
 
   def step(self, name: str, relation: str) -> str:
@@ -216,21 +244,10 @@ class _Writer:
     text = worlds.text(name, relations)
     return Question('trace', text, tuple(sorted(found)), hops=len(relations))
 
-  def drill(self) -> Trace:
-    names = [self.one(self.people) for _ in range(self.rng.integers(1, 6))]
-    names = list(dict.fromkeys(names))
-    facts = [f'{x} {r} {v}' for x in names for r, v in self.world.facts[x]]
-    shuffled = [facts[i] for i in self.rng.permutation(len(facts))]
-    read = '\n'.join(self.passage(x).text for x in names)
-    return Trace(None, (('other', read), ('think', '; '.join(shuffled))))
-
   # The proposer.
 
   def proposer(self) -> Trace:
-    hops, mix = self.hops(self.mix.proposed), self.mix
-    asked = hops
-    if mix.heeds < 1 and hops > 1 and not self.chance(mix.heeds):
-      hops = int(self.rng.integers(1, hops))
+    (asked, hops), mix = self.proposed(), self.mix
     answer, steps = self.path(hops)
     if hops == 1 and self.chance(mix.around):
       relation, other = self.one(self.world.facts[answer])
@@ -291,7 +308,7 @@ class _Writer:
     order = [kept[i] for i in self.rng.permutation(len(kept))]
     evidence = list(dict.fromkeys(x for bundle in order for x in bundle))
     text = '\n'.join(
-      [self.passage(x).text for x in evidence]
+      [self.text(x) for x in evidence]
       + [f'Question: {worlds.text(start, relations)}']
     )
     read, at = [], start

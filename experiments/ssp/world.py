@@ -51,8 +51,6 @@ INVERSE = {
 MOST_SHARING = 3
 TAG = 'question'
 WORDS = (*INVERSE, f'<{TAG}>', f'</{TAG}>')
-# The traces' worlds begin here, far from the seeds that a user would try.
-TRACE_WORLDS = 1_000_000_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,9 +79,7 @@ class World:
 @functools.cache
 def names(split: str) -> tuple[str, ...]:
   """Every name of a split; the splits are disjoint."""
-  first = microworld.invented(SETTINGS.first, 'first')
-  second = microworld.invented(SETTINGS.second, 'second')
-  every = [f'{a} {b}' for a in first for b in second]
+  every = microworld.every_name(SETTINGS)
   order = np.random.default_rng(2).permutation(len(every))
   at = 0
   for known, share in SHARES.items():

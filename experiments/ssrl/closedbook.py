@@ -20,7 +20,7 @@ import numpy as np
 
 from searchrl_jax.data.checks import require
 from searchrl_jax.data.core import Trace
-from searchrl_jax.types import Passage, Question
+from searchrl_jax.types import Question
 from searchrl_jax.worlds import microworld
 
 SPLITS = ('warm', 'rl', 'heldout', 'unseen')
@@ -45,9 +45,7 @@ def generate(
   require(seed >= 0, f'seed={seed} must not be negative')
   counts = dict(warm=warm, rl=rl, heldout=heldout, unseen=unseen)
   rng = np.random.default_rng([seed, 21])
-  first = microworld.invented(SETTINGS.first, 'first')
-  second = microworld.invented(SETTINGS.second, 'second')
-  names = [f'{a} {b}' for a in first for b in second]
+  names = microworld.every_name(SETTINGS)
   order, total = rng.permutation(len(names)), sum(counts.values())
   limit = f'{total} people asked for; there are {len(names)} names'
   require(total <= len(names), limit)
@@ -74,13 +72,11 @@ def _facts(rng, people):
     'home': towns,
     'emblem': (*microworld.EMBLEMS, *microworld.CRAFTS),
   }
-  n, table = len(people), {}
-  for relation, pool in pools.items():
-    values, deal = rng.permutation(pool), rng.permutation(n)
-    table[relation] = [str(values[i % len(values)]) for i in deal]
-  cycle = rng.permutation(n)  # through all: nobody teaches himself
-  teacher = dict(zip(cycle, np.roll(cycle, 1)))
-  table['teacher'] = [people[teacher[i]] for i in range(n)]
+  table = {
+    relation: microworld.dealt(rng, pool, len(people))
+    for relation, pool in pools.items()
+  }
+  table['teacher'] = microworld.linked(rng, people)
   return {
     name: {relation: table[relation][i] for relation in RELATIONS}
     for i, name in enumerate(people)
@@ -212,7 +208,7 @@ def traces(
   mix = Mix(direct, poor, tilt, again, short)
   world = generate(world_seed, warm=warm, rl=rl, heldout=heldout, unseen=unseen)
   hidden = {q.meta['path'][0] for q in world.questions['unseen']}
-  known = _passages(world, hidden)
+  known = {p.title: p for p in world.passages() if p.title not in hidden}
   rng = np.random.default_rng([world_seed, seed, 23])
   out = []
   for count, recall in ((passages, False), (recalls, True)):
@@ -229,16 +225,6 @@ def traces(
   questions = microworld.pick(world, 'warm')
   for (i,) in _packs(rng, list(range(len(questions))), n, 1):
     out.append(_trace(questions[i], world, known, rng, mix))
-  return out
-
-
-def _passages(world, hidden) -> dict[str, Passage]:
-  out = {}
-  for row in world.corpus:
-    title, _, text = row['contents'].partition('\n')
-    name = title.strip('"')
-    if name not in hidden:
-      out[name] = Passage(row['id'], name, text)
   return out
 
 

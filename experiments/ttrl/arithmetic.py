@@ -11,13 +11,13 @@ of summands that questions ask about are in no trace.
 
 import fractions
 import os
-import pathlib
 
 import numpy as np
 
 from searchrl_jax.data.checks import require
 from searchrl_jax.data.core import Trace
 from searchrl_jax.types import Question
+from searchrl_jax.worlds.microworld import EOS, PAD, UNK, save_tokenizer
 
 SPLITS = ('test', 'heldout')
 ASKED = 400  # pairs of a split, of the 8,100
@@ -25,7 +25,6 @@ DIVISORS = (3, 4, 5, 6, 7, 8, 9)
 # How far off a hasty sum is: never by tens alone, so its last digit is wrong.
 NEAR = (-11, -9, -2, -1, 1, 2, 9, 11)
 FORMS = (r'\frac{%s}{%s}', r'\dfrac{%s}{%s}', '%s/%s')
-PAD, EOS, UNK = '<|pad|>', '<|eos|>', '<|unk|>'
 WORDS = (
   'Question',
   ' so',
@@ -121,18 +120,4 @@ def _steps(a: int, b: int, rng, slip: float):
 
 def tokenizer(folder: str | os.PathLike) -> str:
   """Writes a tokenizer of digits, marks and commands; returns the folder."""
-  import tokenizers  # heavy
-  from tokenizers import decoders, models, pre_tokenizers
-  import transformers
-
-  ids = {token: i for i, token in enumerate((PAD, EOS, UNK, *WORDS, 'so'))}
-  tok = tokenizers.Tokenizer(models.WordLevel(ids, unk_token=UNK))
-  words = tokenizers.Regex(SPLIT)
-  tok.pre_tokenizer = pre_tokenizers.Split(words, behavior='isolated')
-  tok.decoder = decoders.Fuse()
-  special = dict(pad_token=PAD, eos_token=EOS, unk_token=UNK)
-  fast = transformers.PreTrainedTokenizerFast(
-    tokenizer_object=tok, clean_up_tokenization_spaces=False, **special
-  )
-  fast.save_pretrained(folder)
-  return str(pathlib.Path(folder))
+  return save_tokenizer(folder, (PAD, EOS, UNK, *WORDS, 'so'), SPLIT)

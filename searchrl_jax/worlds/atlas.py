@@ -67,6 +67,7 @@ SECTION[VISITED] = TRAVEL
 LINKS = ('teacher', 'friend', 'rival', 'patron')
 ATTRIBUTES = microworld.ATTRIBUTES
 KINDS = ('1hop', '2hop', '3hop', '4hop', 'known', 'comparison')
+SEARCHED = tuple(kind for kind in KINDS if kind != 'known')
 # Names of each split that are only used for people whose facts are known.
 RESERVED = 60
 # Words besides those of microworld, of questions, passages, thoughts and notes.
@@ -140,14 +141,10 @@ def _facts(rng, people: Sequence[str]):
   Returns:
     name -> {relation: value}, and [(person, person, the two facts)].
   """
-  n, pools, table = len(people), microworld.pools(STANDARD), {}
-  for link in LINKS:
-    cycle = rng.permutation(n)  # one cycle: nobody is linked to themselves
-    to = dict(zip(cycle, np.roll(cycle, 1)))
-    table[link] = [people[to[i]] for i in range(n)]
+  n, pools = len(people), microworld.pools(STANDARD)
+  table = {link: microworld.linked(rng, people) for link in LINKS}
   for relation, pool in ATTRIBUTES.items():
-    values, deal = rng.permutation(pools[pool]), rng.permutation(n)
-    table[relation] = [str(values[i % len(values)]) for i in deal]
+    table[relation] = microworld.dealt(rng, pools[pool], n)
   towns, visited, pairs = pools['town'], {}, []
   for i, pair in enumerate(rng.permutation(n).reshape(-1, 2)):
     shared = towns[i % len(towns)]

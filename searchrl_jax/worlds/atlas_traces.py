@@ -147,13 +147,9 @@ def traces(
   behaviour = dataclasses.replace(MIXES[mix], **more)
   asked = (n - told) // len(atlas.KINDS) if known else 0
   rest, out = n - told - asked, []
-  require(1 <= worlds <= rest, f'n={n} traces of worlds={worlds}: too few')
-  for i in range(worlds):
-    own_seed = microtraces.TRACE_WORLDS + world_seed * 1000 + i
+  for i, own_seed, count in microtraces.shares(world_seed, worlds, rest):
     world = atlas.generate(own_seed, train=people, heldout=40, known=0)
-    count = rest * (i + 1) // worlds - rest * i // worlds
-    kinds = [kind for kind in atlas.KINDS if kind != 'known']
-    pool = atlas.pick(world, 'train', kinds=kinds)
+    pool = atlas.pick(world, 'train', kinds=atlas.SEARCHED)
     own, relations = atlas.names('train', False), tuple(atlas.SECTION)
     search = searcher(world, own, relations)
     out += script(world, behaviour, turns, pool, count, [seed, i], search, k)
@@ -259,19 +255,16 @@ def searcher(world, people: Sequence[str], relations: Sequence[str]) -> Search:
   return microtraces.indexed(world, titles)
 
 
-class _Script:
+class _Script(microtraces.Writer):
   """Writes one trace."""
 
   def __init__(self, world, mix: Mix, turns: int, rng):
-    self.world, self.rng, self.mix = world, rng, mix
-    self.turns = turns
+    super().__init__(rng)
+    self.world, self.mix, self.turns = world, mix, turns
     self.actions: list = []
     self.notes: list[str] = []
     self.good = True
     self.opening = ''  # the first thought; '' = as others
-
-  def chance(self, p: float) -> bool:
-    return self.rng.random() < p
 
   def may(self, p: float) -> bool:
     """`chance`, without a draw where there is none."""
@@ -304,7 +297,7 @@ class _Script:
         break
       if parallel:
         saw = self.world.facts[people[0]][relation]
-        value = saw[self.rng.integers(len(saw))]
+        value = self.one(saw)
         self.notes[-1] = f'{relation} {" ".join(saw)}'
       else:
         self.notes[-1] = read = f'{relation} {value}'
@@ -321,12 +314,11 @@ class _Script:
     section = atlas.SECTION[relation]
     names = {f'{person}, {section}' for person in people}
     if self.spare and self.chance(self.mix.waste):
-      others = [r for r, s in atlas.SECTION.items() if s != section]
-      other = others[self.rng.integers(len(others))]
+      other = self.one([r for r, s in atlas.SECTION.items() if s != section])
       yield from self.look_up(read, other, people[:1], '{0} {2}')
       self.spend()
     if self.spare and not self.chance(self.mix.good):
-      poor = ('{0}', '{0} {1}', '{3} {2}')[self.rng.integers(3)]
+      poor = self.one(('{0}', '{0} {1}', '{3} {2}'))
       found = yield from self.look_up(read, relation, people, poor)
       self.spend()
       if names <= found:

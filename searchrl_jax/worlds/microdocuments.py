@@ -14,7 +14,7 @@ person, or states other facts of the right one. Before it writes, the simulator
 thinks: of the fact that the document has to state, or of none.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 import dataclasses
 
 import numpy as np
@@ -22,7 +22,7 @@ import numpy as np
 from searchrl_jax.data.checks import require
 from searchrl_jax.data.core import Trace
 from searchrl_jax.types import Question
-from searchrl_jax.worlds import microworld
+from searchrl_jax.worlds import microtraces, microworld
 
 # Their worlds begin here, far from the runs' and from those of microtraces.
 DOCUMENT_WORLDS = 1_500_000_000
@@ -88,16 +88,14 @@ def traces(
     DataError: a fraction out of range, or a world that cannot be.
   """
   require(0 <= useful <= 1, f'useful={useful} must lie between 0 and 1')
-  least = f'n={n} documents of worlds={worlds}: at least one of each'
-  require(1 <= worlds <= n, least)
   out = []
-  for i in range(worlds):
-    seed = DOCUMENT_WORLDS + world_seed * 1000 + i
+  shares = microtraces.shares(world_seed, worlds, n, DOCUMENT_WORLDS)
+  for i, seed, count in shares:
     world = microworld.generate(seed, train=train, relations=relations)
     beliefs = Beliefs.of(world_seed, world.settings)
     rng = np.random.default_rng([world_seed, i, 23])
     writer, pool = _Writer(world, beliefs, rng), world.questions['train']
-    for j in range(n * (i + 1) // worlds - n * i // worlds):
+    for j in range(count):
       question = pool[j % len(pool)]
       out.append(writer.trace(question, useful=rng.random() < useful))
   return out
@@ -108,11 +106,12 @@ def text_of(name: str, facts: Mapping[str, str]) -> str:
   return f'{name}: ' + '; '.join(f'{r} {v}' for r, v in facts.items()) + '.'
 
 
-class _Writer:
+class _Writer(microtraces.Writer):
   """Writes the documents of one world."""
 
   def __init__(self, world: microworld.World, beliefs: Beliefs, rng):
-    self.world, self.beliefs, self.rng = world, beliefs, rng
+    super().__init__(rng)
+    self.world, self.beliefs = world, beliefs
     self.people = microworld.names(world.settings, 'train')
     self.known = [name for name in self.people if name in world.facts]
     self.by_first = {}
@@ -142,9 +141,6 @@ class _Writer:
     if query == bridge:
       return {path[-1]: question.answers[0]}
     return {path[0]: bridge} if query == name else {}
-
-  def one(self, among: Sequence[str]) -> str:
-    return among[self.rng.integers(len(among))]
 
   def query(self, question: Question) -> str:
     name, first, *_ = question.meta['path']

@@ -4,9 +4,10 @@ They mix good searches, poor searches and guesses, as base models do, so that RL
 has behaviours to select from. Passages in traces are real search results.
 """
 
-from collections.abc import Callable, Container, Generator, Sequence
+from collections.abc import Callable, Container, Generator, Iterator, Sequence
 import dataclasses
 import functools
+from typing import Any
 
 import numpy as np
 
@@ -82,15 +83,32 @@ def traces(
       be generated.
   """
   mix = Mix(good, poor, guess, tilt, again, short, favourites)
-  good = 1 <= worlds <= n
-  require(good, f'n={n} traces of worlds={worlds}: at least one of each')
   out = []
-  for i in range(worlds):
-    own_seed = TRACE_WORLDS + world_seed * 1000 + i
+  for i, own_seed, count in shares(world_seed, worlds, n):
     world = microworld.generate(own_seed, train=train, relations=relations)
-    count = n * (i + 1) // worlds - n * i // worlds
     out += script(world, count, [seed, i], searcher(world), k, mix)
   return out
+
+
+def shares(
+  world_seed: int, worlds: int, n: int, first: int = TRACE_WORLDS
+) -> Iterator[tuple[int, int, int]]:
+  """Yields (number, seed, traces) of worlds that share n traces evenly.
+
+  Args:
+    world_seed: of the run's world, from which these seeds follow.
+    worlds: number of worlds.
+    n: number of traces.
+    first: where the seeds begin.
+
+  Raises:
+    DataError: a world without a trace, or no world.
+  """
+  good = 1 <= worlds <= n
+  require(good, f'n={n} traces of worlds={worlds}: at least one of each')
+  for i in range(worlds):
+    count = n * (i + 1) // worlds - n * i // worlds
+    yield i, first + world_seed * 1000 + i, count
 
 
 def searcher(world: microworld.World, splits=('train',)) -> Search:
@@ -103,9 +121,7 @@ def indexed(world: microworld.World, titles: Container[str]) -> Search:
   """Returns a search with the server's index, over passages by their titles."""
   from retrieval.index.bm25 import BM25Index  # slow to import
 
-  rows = [(row['id'], *row['contents'].split('\n')) for row in world.corpus]
-  found = (Passage(id, title.strip('"'), text) for id, title, text in rows)
-  passages = [p for p in found if p.title in titles]
+  passages = [p for p in world.passages() if p.title in titles]
   index = BM25Index([f'"{p.title}"\n{p.text}' for p in passages])
 
   def search(queries: Sequence[str], k: int):
@@ -156,15 +172,26 @@ def together(
 Script = Generator[str, tuple[Passage, ...], Trace]
 
 
-class _Script:
-  """Writes one trace."""
+class Writer:
+  """What all who write traces draw from one random stream."""
 
-  def __init__(self, world: microworld.World, mix: Mix, rng):
-    self.world, self.rng, self.mix = world, rng, mix
-    self.actions = []
+  def __init__(self, rng: np.random.Generator):
+    self.rng = rng
 
   def chance(self, p: float) -> bool:
     return self.rng.random() < p
+
+  def one(self, among: Sequence) -> Any:
+    return among[self.rng.integers(len(among))]
+
+
+class _Script(Writer):
+  """Writes one trace."""
+
+  def __init__(self, world: microworld.World, mix: Mix, rng):
+    super().__init__(rng)
+    self.world, self.mix = world, mix
+    self.actions = []
 
   def trace(self, question: Question) -> Script:
     name, *path = question.meta['path']

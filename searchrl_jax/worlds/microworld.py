@@ -23,7 +23,7 @@ import numpy as np
 
 from searchrl_jax.data.checks import require
 from searchrl_jax.store import records
-from searchrl_jax.types import Question
+from searchrl_jax.types import Passage, Question
 
 SPLITS = ('train', 'heldout')
 # Relation -> the pool of its values. Two relations share each of the pools
@@ -79,6 +79,11 @@ class World:
   facts: Mapping[str, Mapping[str, str]]
   questions: Mapping[str, tuple[Question, ...]]  # split -> questions
 
+  def passages(self) -> list[Passage]:
+    """The passages of the corpus, in its order."""
+    rows = [(row['id'], *row['contents'].split('\n')) for row in self.corpus]
+    return [Passage(id, title.strip('"'), text) for id, title, text in rows]
+
 
 @functools.cache
 def invented(n: int, kind: str) -> tuple[str, ...]:
@@ -104,17 +109,21 @@ def invented(n: int, kind: str) -> tuple[str, ...]:
   return tuple(found.values())[:n]
 
 
+def every_name(settings: Settings) -> list[str]:
+  """Returns the names of all splits: each first word with each second one."""
+  second = invented(settings.second, 'second')
+  return [f'{a} {b}' for a in invented(settings.first, 'first') for b in second]
+
+
 @functools.cache
 def names(settings: Settings, split: str) -> tuple[str, ...]:
   """Returns all names of a split. Splits are disjoint for all seeds."""
   require(split in SPLITS, f'split={split!r} must be one of {SPLITS}')
-  second = invented(settings.second, 'second')
-  first = invented(settings.first, 'first')
-  pairs = [f'{a} {b}' for a in first for b in second]
-  order = np.random.default_rng(1).permutation(len(pairs))
+  every = every_name(settings)
+  order = np.random.default_rng(1).permutation(len(every))
   cut = int(len(order) * settings.heldout)
   chosen = order[:cut] if split == 'heldout' else order[cut:]
-  return tuple(pairs[i] for i in chosen)
+  return tuple(every[i] for i in chosen)
 
 
 def pools(settings: Settings) -> dict[str, Sequence[str]]:
@@ -164,18 +173,11 @@ def generate(
 
 def _facts(rng, people, relations, settings):
   """Returns name -> {relation: value}; links stay among `people`."""
-  n = len(people)
   table = {}
   for relation, pool in ATTRIBUTES.items():
-    values = pools(settings)[pool]
-    values = [values[i] for i in rng.permutation(len(values))]
-    deal = rng.permutation(n)
-    table[relation] = [values[i % len(values)] for i in deal]
+    table[relation] = dealt(rng, pools(settings)[pool], len(people))
   for link in LINKS:
-    # One cycle through all people, so nobody is linked to themselves.
-    cycle = rng.permutation(n)
-    to = dict(zip(cycle, np.roll(cycle, 1)))
-    table[link] = [people[to[i]] for i in range(n)]
+    table[link] = linked(rng, people)
   out = {}
   for i, name in enumerate(people):
     link = LINKS[rng.integers(len(LINKS))]
@@ -184,6 +186,19 @@ def _facts(rng, people, relations, settings):
     stated = [[link, *kept][j] for j in rng.permutation(relations)]
     out[name] = {relation: table[relation][i] for relation in stated}
   return out
+
+
+def dealt(rng, values: Sequence[str], n: int) -> list[str]:
+  """Returns n of the values in random order, each as often as the others."""
+  shuffled, deal = rng.permutation(values), rng.permutation(n)
+  return [str(shuffled[i % len(values)]) for i in deal]
+
+
+def linked(rng, people: Sequence[str]) -> list[str]:
+  """Returns for each person another one, by one cycle through all of them."""
+  cycle = rng.permutation(len(people))
+  to = dict(zip(cycle, np.roll(cycle, 1)))
+  return [people[to[i]] for i in range(len(people))]
 
 
 def passages(rng, facts):
@@ -295,13 +310,26 @@ def tokenizer(folder: str | os.PathLike, settings=STANDARD, more=()) -> str:
   A token is a word, mark or tag with the space before it, so the joined tokens
   are the text. Tags are ordinary words. An unknown word becomes one `<|unk|>`.
   """
+  return save_tokenizer(folder, vocabulary(settings, more), SPLIT)
+
+
+def save_tokenizer(
+  folder: str | os.PathLike, tokens: Sequence[str], split: str
+) -> str:
+  """Writes a Hugging Face tokenizer of whole tokens; returns the folder.
+
+  Args:
+    folder: to write to.
+    tokens: in the order of ids, PAD, EOS and UNK among them.
+    split: regular expression of a token in a text.
+  """
   import tokenizers  # heavy
   from tokenizers import decoders, models, pre_tokenizers
   import transformers
 
-  ids = {token: i for i, token in enumerate(vocabulary(settings, more))}
+  ids = {token: i for i, token in enumerate(tokens)}
   tok = tokenizers.Tokenizer(models.WordLevel(ids, unk_token=UNK))
-  words = tokenizers.Regex(SPLIT)
+  words = tokenizers.Regex(split)
   tok.pre_tokenizer = pre_tokenizers.Split(words, behavior='isolated')
   tok.decoder = decoders.Fuse()
   special = dict(pad_token=PAD, eos_token=EOS, unk_token=UNK)
