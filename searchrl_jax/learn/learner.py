@@ -284,8 +284,9 @@ class Learner:
         per_update.append(metrics)
     if role == [*self._roles][-1]:
       self._move_teacher(run.step)
-    names = per_update[0] if per_update else ()
-    found = {name: [metrics[name] for metrics in per_update] for name in names}
+    # Not every update has tokens at every depth.
+    names = dict.fromkeys(name for metrics in per_update for name in metrics)
+    found = {k: [m[k] for m in per_update if k in m] for k in names}
     join = lambda name: np.max if name.endswith('_max') else rewards.mean
     return {name: join(name)(values) for name, values in found.items()}
 

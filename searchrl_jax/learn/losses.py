@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from searchrl_jax import lookup
+from searchrl_jax.learn import depth
 
 # exp() of a log-ratio beyond this would overflow or drown every other token;
 # verl clamps at the same place.
@@ -395,21 +396,28 @@ def _with_rest(log_p):
   return jnp.concatenate([log_p, rest], -1)
 
 
-def mismatch(old_logps, behaviour_logps, mask):
+def mismatch(old_logps, behaviour_logps, mask, recorded):
   """What the trainer's log-probs and the engine's differ by, as sums.
 
   Design 5.7. Token ratios are exp(old - behaviour), not truncated; names that
-  end in `_max` are maxima, joined by max (`add`).
+  end in `_max` are maxima, joined by max (`add`). By depth (`depth.sums`), of
+  the `recorded` tokens [B, T] alone: those whose log-prob the engine recorded;
+  `mismatch_kl` is k3 of KL(engine || trainer).
   """
   d = jnp.where(mask, old_logps - behaviour_logps, 0.0)
   w = _exp(d)
+  outside = (w < 0.9) | (w > 1.1)
   sums = {
     'mismatch_abs': jnp.sum(jnp.abs(d)),
     'mismatch_max': jnp.max(jnp.abs(d), initial=0.0),
-    'mismatch_outside': _sum((w < 0.9) | (w > 1.1), mask),
+    'mismatch_outside': _sum(outside, mask),
     'mismatch_w': _sum(w, mask),
     'mismatch_w2': _sum(w * w, mask),
   }
+  # Not w - 1: of a small d, that is rounding.
+  kl = jnp.expm1(jnp.clip(d, -MAX_LOG_RATIO, MAX_LOG_RATIO)) - d
+  deep = {'abs': jnp.abs(d), 'outside': outside, 'kl': kl}
+  sums |= depth.sums(recorded, **{f'mismatch_{k}': x for k, x in deep.items()})
   return jax.lax.stop_gradient(sums)
 
 
@@ -461,9 +469,11 @@ def summarise(sums: dict) -> dict[str, float]:
   `loss`, and what ends in `_max`, pass through. `mismatch_ess` is the
   effective sample size (sum w)^2 / (n sum w^2), in (0, 1]. Where the policy did
   not sample all of them (`sampled`), ratios are means over those that it did,
-  what begins with `foreign_` over the others, whose share is `foreign`.
+  what begins with `foreign_` over the others, whose share is `foreign`. Sums by
+  depth become `depth.means`.
   """
-  sums = {k: float(v) for k, v in sums.items()}
+  deep = {k: sums[k] for k in sums if k.endswith(depth.SUFFIX)}
+  sums = {k: float(v) for k, v in sums.items() if k not in deep}
   n = max(sums['tokens'], 1.0)
   mixes, sampled = 'sampled' in sums, sums.pop('sampled', sums['tokens'])
   own, foreign = max(sampled, 1.0), sums['tokens'] - sampled
@@ -479,6 +489,7 @@ def summarise(sums: dict) -> dict[str, float]:
       return max(foreign, 1.0)
     return own if name.startswith(_OF_SAMPLED) else n
 
-  return out | {
+  out |= {
     k: v if k.endswith('_max') else v / tokens(k) for k, v in sums.items()
   }
+  return depth.means(deep) | out  # whose means are over `mask`, as all others

@@ -92,7 +92,8 @@ def policy(config) -> Objective:
       sampled = mask & ~unknown
       given.append(mask & unknown)
     loss, sums = fn(*given, **kw)
-    sums = dict(sums) | losses.mismatch(old, behaviour, sampled)
+    recorded = sampled & ~unknown
+    sums = dict(sums) | losses.mismatch(old, behaviour, sampled, recorded)
     sums |= _spread(logps, entropy)
     if mixes:
       sums['sampled'] = jnp.sum(sampled, dtype=jnp.float32)

@@ -9,7 +9,7 @@ from ml_collections import ConfigDict
 import numpy as np
 import pytest
 
-from searchrl_jax.learn import batching, objectives, optim, update
+from searchrl_jax.learn import batching, depth, objectives, optim, update
 from searchrl_jax.lookup import ConfigError
 from searchrl_jax.types import Context
 from tests.learn import test_update
@@ -94,7 +94,11 @@ def test_a_trajectory_may_be_cut_anywhere(fields):
   for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
     np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
   for name, value in sums.items():
-    np.testing.assert_allclose(value, more[name], rtol=1e-5, err_msg=name)
+    again, deep = more[name], name.endswith(depth.SUFFIX)
+    if deep:  # deciles alone: a turn ends where its context does
+      value, again = value[:, 0], again[:, 0]
+    atol = deep * 1e-5  # a bin may have one token, with hardly a difference
+    np.testing.assert_allclose(value, again, 1e-5, atol, err_msg=name)
 
 
 def test_one_context_is_packed_as_ever():

@@ -208,7 +208,9 @@ def test_split_permute_and_pad(fn, mode, seed, cut):
     total, sums = 0.0, None
     for p in parts:
       loss, more = fn(*map(jnp.asarray, p), **kw)
-      more = dict(more) | losses.mismatch(*map(jnp.asarray, (*p[1:3], p[4])))
+      more = dict(more) | losses.mismatch(
+        *map(jnp.asarray, (*p[1:3], p[4], p[4]))
+      )
       sums = more if sums is None else losses.add(sums, more)
       total += losses.aggregate(loss, p[4], mode)
     return total / d, sums
@@ -282,7 +284,7 @@ def test_huge_ratios_stay_finite(fn):
   zero, mask = jnp.zeros((1, 3)), jnp.array([[False, True, True]])
   adv = jnp.array([[0.0, -1.0, 1.0]])
   loss, sums = fn(x, zero, -x, adv, mask, **taken(fn))
-  more = losses.mismatch(x, zero, mask)
+  more = losses.mismatch(x, zero, mask, mask)
   for v in (loss, *sums.values(), *more.values()):
     assert np.all(np.isfinite(v))
 
@@ -291,7 +293,8 @@ def test_mismatch_and_summary():
   # Ratios 1.2, 1, 0.8, 1 -> two outside [0.9, 1.1];
   # ess = (1.2 + 1 + .8 + 1)^2 / (4 (1.44 + 1 + .64 + 1)) = 16 / 16.32.
   old = jnp.log(jnp.array([[1.2, 1.0, 0.8, 1.0]]))
-  sums = losses.mismatch(old, jnp.zeros((1, 4)), jnp.ones((1, 4), bool))
+  mask = jnp.ones((1, 4), bool)
+  sums = losses.mismatch(old, jnp.zeros((1, 4)), mask, mask)
   out = losses.summarise(dict(sums) | {'tokens': 4.0, 'loss': 0.7})
   assert out['mismatch_outside'] == 0.5
   np.testing.assert_allclose(out['mismatch_ess'], 16 / 16.32, rtol=1e-5)

@@ -71,6 +71,8 @@ def test_a_run_leaves_everything_behind(whole):
     'train/clip_high',
     'train/mfu',
     'train/mismatch_max',
+    'train/mismatch_kl/decile=9',
+    'train/mismatch_kl/turn=0',
     'time/rollout',
     'time/update',
     'health/repetition',
