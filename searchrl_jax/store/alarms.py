@@ -41,6 +41,7 @@ class Sign(NamedTuple):
     return (self,) if self.also is None else (self, self.also)
 
 
+_ROLES = ('train', 'proposer', 'solver')  # the last two: of self-play
 _ENTROPY = (
   (True, 0.15, 0.0, 'the policy explores less'),
   (False, 3.0, 0.3, 'the policy turns random'),
@@ -65,11 +66,19 @@ _VOTES = (
   'samples agree more and search less: what they agree on may be what a search '
   'found on the way. Read some; let evidence vote (rewards/guarded.py)'
 )
+_MISMATCH = (
+  'the engine samples from another distribution than the trainer updates: too '
+  'stale, or computed otherwise; train/mismatch_kl/turn=N says how deep'
+)
 SIGNS = (
   *(
     Sign('entropy', f'{role}/entropy', *limits)
-    for role in ('train', 'proposer', 'solver')
+    for role in _ROLES
     for limits in _ENTROPY
+  ),
+  *(
+    Sign('mismatch', f'{role}/mismatch_kl', False, 0.0, 0.002, _MISMATCH)
+    for role in _ROLES
   ),
   *(Sign(alarm, f'health/{name}', *limits) for alarm, name, *limits in _HEALTH),
   Sign('groups', 'train/gradient_groups', True, 0.0, 0.25, _EQUAL),

@@ -118,6 +118,19 @@ def test_groups_that_teach_nothing_are_named_once():
   assert on == list(range(8, 16))
 
 
+@pytest.mark.parametrize('role', ['train', 'solver'])
+def test_a_mean_kl_of_engine_and_trainer_above_the_limit_is_named(role):
+  metric = f'{role}/mismatch_kl'
+  lines = [
+    {'step': t, metric: 0.0021 if 6 <= t < 14 else 0.0019} for t in range(20)
+  ]
+  begun, flags = run(lines)
+  ((step, text),) = begun
+  assert step == 8 and f'{metric} is 0.0021' in text and ' 0.002:' in text
+  on = [t for t, f in enumerate(flags) if f.get('alarm/mismatch')]
+  assert on == list(range(8, 16))
+
+
 VOTES = {
   # What was before alone, and what the start made of the same questions.
   'of the run': ('reward/vote/agreement', 'health/searches', (0.4, 3.0)),
