@@ -101,14 +101,14 @@ WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
 # Programs that run once for a moment are not worth XLA's optimizations, which
 # took half of all the time; `make test TEST_XLA_FLAGS=` runs with them, as
 # test-parity, test-sidecar and whoever uses the package do. So do the tests
-# that ask for equal bits whatever shares a batch: unoptimized code, which is
-# not vectorized, could not break that. No program is worth compiling in parts,
-# each on a core of its own.
+# that ask for equal bits whatever shares a batch, or for no more than rounding:
+# unoptimized code, which is not vectorized, could not break that. No program is
+# worth compiling in parts, each on a core of its own.
 ONE_PART := --xla_cpu_parallel_codegen_split_count=1
 TEST_XLA_FLAGS := --xla_backend_optimization_level=0 \
   --xla_cpu_use_fusion_emitters=false $(ONE_PART)
 OPTIMIZED := tests/engines/test_jax_engine.py tests/learn/test_entropy.py \
-  tests/retrieval/test_encoder.py
+  tests/loop/test_mismatch.py tests/retrieval/test_encoder.py
 # Tests run on the CPU, whatever the machine has.
 test test-long test-quick fuzz test-parity test-agents test-cluster test-runbook test-notebooks \
   notebooks test-sidecar test-aot: export JAX_PLATFORMS ?= cpu
