@@ -23,7 +23,7 @@ Intervals are 95 %, percentile bootstrap over questions; those of gains are of
 the differences of each question, averaged over seeds first.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 import json
 import pathlib
 from typing import Any
@@ -33,7 +33,7 @@ import numpy as np
 from experiments import common
 from experiments.gemma import questions
 from experiments.gemma.rows import TRAINED
-from searchrl_jax import schema
+from searchrl_jax import read, schema
 from searchrl_jax.data import core as data
 from searchrl_jax.evaluate import files, grading
 from searchrl_jax.rewards import scores
@@ -57,15 +57,16 @@ BLIND = 0.05
 
 
 def complete(sweep: core.Sweep, workdir: pathlib.Path):
-  """(arm, case, evaluation, its folder) of all that is done."""
+  """(arm, case, evaluation, its folder) of all that is evaluated."""
   for arm in sweep.arms:
     for folder in sorted((workdir / 'arms' / arm.name).glob('*')):
       if sweep.purpose(arm, folder.name) != core.REPORT:
         continue
-      if not stages.done(sweep, f'arms/{arm.name}/{folder.name}', workdir):
-        continue
+      # Refuses a run with another config.
+      stages.done(sweep, f'arms/{arm.name}/{folder.name}', workdir)
       for name in arm.evaluations:
-        yield arm, folder.name, name, folder / name
+        if (folder / name / 'values.json').exists():
+          yield arm, folder.name, name, folder / name
 
 
 def hits(folder: pathlib.Path, evaluation: str = 'eval') -> dict[str, float]:
@@ -127,6 +128,15 @@ def entries(arm: core.Arm, case: str, name: str, folder, short) -> list[dict]:
       entry['commit'] = done['commit']
       out.append(entry)
   return out
+
+
+def curve(run: pathlib.Path, metrics: Iterable[str]) -> dict[str, list]:
+  """metric -> [[updates done, value]] of a run."""
+  steps = [json.loads(line) for line in (run / read.TRAIN).open()]
+  return {
+    name: [[s['step'] + 1, s[name]] for s in steps if s.get(name) is not None]
+    for name in metrics
+  }
 
 
 def chosen(name: str, arms: Sequence[dict]) -> str:
@@ -249,8 +259,12 @@ def write(
   """
   record, marks = earlier(out)
   arms: list[dict] = []
+  curves = record['curves']
   for arm, case, name, folder in complete(sweep, workdir):
     found = entries(arm, case, name, folder, short)
+    if arm.train:
+      of = curves.setdefault(arm.name, {})
+      of[case] = curve(folder.parent / 'run', sweep.curves)
     arms += [entry | {'vocabulary': about['vocabulary']} for entry in found]
     told = name in ('after', 'sampled', 'gold')
     if told and found and found[0]['set'] == 'dev':
@@ -259,11 +273,6 @@ def write(
   arms += [a for a in record['arms'] if (a['arm'], a['seed']) not in here]
   order = [arm.name for arm in sweep.arms]
   arms.sort(key=lambda a: (order.index(a['arm']), a['seed']))
-  curves = record['curves']
-  for name, x in figures.collect(sweep, workdir).items():
-    new = {case: s['curve'] for case, s in x['seeds'].items() if s['curve']}
-    if new:
-      curves[name] = curves.get(name, {}) | new
   gains = compare(arms, marks)
   record = {
     **about,
