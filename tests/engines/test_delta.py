@@ -51,7 +51,7 @@ def test_a_piece_by_hand():
   raw = zlib.decompress(delta.encode(old, new))
   at, steps = [2, 255, 0, 0], [2, 1, 1, 0, 0, 0]  # +1 -> 2, -1 -> 1
   assert list(raw) == [3, 0, 0, 0, 0, 0, 0, 0, *at, *steps]
-  assert delta.apply(delta.encode(old, new), old).tolist() == [2, 258, 259]
+  assert delta.apply(raw, old).tolist() == [2, 258, 259]
   np.testing.assert_array_equal(old, new)
 
 
@@ -65,7 +65,7 @@ def test_any_bits_come_back(share):
   piece = delta.encode(old, new)
   assert (piece == b'') == (share == 0)
   if piece:
-    at = delta.apply(piece, old)
+    at = delta.apply(zlib.decompress(piece), old)
     assert (np.diff(at) > 0).all()
   np.testing.assert_array_equal(old, new)
 
@@ -76,7 +76,8 @@ def test_a_step_of_adamw_takes_a_tenth_of_the_bytes():
   params = jnp.asarray(rng.normal(0, 0.02, 1 << 20).astype(np.float32))
   adamw = optax.adamw(1e-6)
   grads = jnp.asarray(rng.normal(size=params.shape), jnp.float32)
-  updates, _ = adamw.update(grads, adamw.init(params), params)
+  with jax.numpy_dtype_promotion('standard'):
+    updates, _ = adamw.update(grads, adamw.init(params), params)
   after = optax.apply_updates(params, updates)
   bits = [
     np.asarray(x.astype(jnp.bfloat16)).view(np.uint16) for x in (params, after)

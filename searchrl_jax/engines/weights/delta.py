@@ -65,17 +65,18 @@ def encode(old: np.ndarray, new: np.ndarray) -> bytes:
   return b''.join([*map(pack.compress, raw), pack.flush()])
 
 
-def apply(piece: bytes, bits: np.ndarray) -> np.ndarray:
-  """Changes the bits of a tensor, uint16 [n], in place.
+def apply(unpacked: bytes, bits: np.ndarray) -> np.ndarray:
+  """Changes the bits of a tensor, uint16 [n], by a piece, in place.
+
+  unpacked: the piece, decompressed.
 
   Returns:
     The positions of what changed, int64, ascending.
 
   Raises:
-    ValueError, IndexError, zlib.error: it is damaged, or of another tensor;
-      the bits may have changed.
+    ValueError, IndexError: it is of another tensor; the bits may have changed.
   """
-  raw = np.frombuffer(zlib.decompress(piece), np.uint8)
+  raw = np.frombuffer(unpacked, np.uint8)
   n = int.from_bytes(raw[:8].tobytes(), 'little')
   skips, low, high = np.split(raw[8:], [-2 * n, -n])
   at = np.cumsum(skips, dtype=np.int64)[skips != _MOST] + np.arange(n)
@@ -109,8 +110,9 @@ def bring(
 ) -> tuple[Published, int, dict[str, np.ndarray] | None]:
   """Brings a publication to the version of a difference, in place.
 
-  While it changes, and after an error in between, it is no publication.
-  Several processes may call it: the first applies the difference.
+  While it changes, and after an error in between, it is no publication; a
+  difference that is damaged leaves it as it is. Several processes may call it:
+  the first applies the difference.
 
   Returns:
     The publication, the version before, and of each tensor that changed the
@@ -131,20 +133,24 @@ def bring(
     message = f'{what}, and {copy} holds version {held.version}; {fix}'
     lookup.require(held.version == base, message, PublishedError)
 
-    def change(name: str) -> np.ndarray:
+    def unpack(name: str) -> bytes:
       try:
-        bits = held.read(name, 'r+').reshape(-1).view(np.uint16)
-        return apply((folder / name).read_bytes(), bits)
-      except (OSError, ValueError, LookupError, zlib.error) as e:
+        return zlib.decompress((folder / name).read_bytes())
+      except (OSError, zlib.error) as e:
         broken = f'the piece of tensor {name} is missing or damaged ({e!r})'
         raise PublishedError(f'{what}: {broken}; {fix}') from e
 
-    with _rewritten(copy, version=version, checksums=about['checksums']):
-      with futures.ThreadPoolExecutor() as pool:
-        changed = [*pool.map(change, about['names'])]
+    def change(name: str, unpacked: bytes) -> np.ndarray:
+      bits = held.read(name, 'r+').view(np.uint16)
+      return apply(unpacked, bits.reshape(-1))
+
+    names = about['names']
+    with futures.ThreadPoolExecutor() as pool:
+      pieces = [*pool.map(unpack, names)]  # before anything changes
+      with _rewritten(copy, version=version, checksums=about['checksums']):
+        changed = dict(zip(names, pool.map(change, names, pieces)))
   extras = {'version': version, 'checksums': about['checksums']}
-  new = dataclasses.replace(held, **extras)
-  return new, base, dict(zip(about['names'], changed))
+  return dataclasses.replace(held, **extras), base, changed
 
 
 def _about(folder: pathlib.Path) -> dict[str, Any]:
