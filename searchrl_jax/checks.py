@@ -307,6 +307,18 @@ def check_engine(config: ConfigDict) -> None:
     f'{engine.canary_tolerance}; use one dtype, or allow 0.02 or more',
   )
   lookup.require(
+    engine.sync == 'full'
+    or engine.module == 'vllm'
+    and engine.dtype != 'float32'
+    and not rank
+    and cluster.size() == 1,
+    f'config.engine.sync={engine.sync!r} with engine.module={engine.module!r}, '
+    f'engine.dtype={engine.dtype!r}, model.lora.rank={rank} and '
+    f"{cluster.size()} processes: it needs servers ('vllm'), a dtype of 16 "
+    'bits (of float32 everything changes), no adapters (which are published '
+    "alone anyway) and one process; use 'full'",
+  )
+  lookup.require(
     not model.path or model.tokenizer not in ('world', 'bpe'),
     f'config.model.path={model.path!r} with model.tokenizer='
     f'{model.tokenizer!r}: a checkpoint needs the tokenizer it was trained '

@@ -28,6 +28,7 @@ CHOICES = {
   'env.answer': ('tags', 'boxed'),
   'env.search_when': ('always', 'entropy'),
   'source.servers': ('each', 'one'),
+  'engine.sync': ('full', 'delta'),
   'rollout.trace_when': ('always', 'failed'),
   'algorithm.ratio': ('token', 'sequence', 'product'),
   'algorithm.aggregation': ('token', 'sequence', 'sequence_sum'),
@@ -293,6 +294,9 @@ def base() -> ConfigDict:
   # Folder in memory for the weights on their way to servers of this machine;
   # without room for three copies, or '': 'published' in the run folder.
   c.engine.memory = '/dev/shm'
+  # 'delta': a sync publishes what changed since the last one, in a dtype of 16
+  # bits, for servers on this machine; in doubt, and at first, everything.
+  c.engine.sync = 'full'
   c.engine.sleep = False  # lends its GPU to the update (one GPU for both)
   c.engine.start_seconds = 600.0  # that a server may take to start
   c.engine.timeout = 120.0  # seconds for one attempt at one completion

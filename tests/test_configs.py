@@ -120,6 +120,22 @@ def test_contexts_that_nothing_begins_are_refused():
   checks.check(c)  # its history may change
 
 
+def test_syncs_of_what_changed_need_servers_and_16_bits():
+  c = tiny.config()
+  c.engine.update(module='vllm', dtype='bfloat16', sync='delta')
+  c.engine.canary_tolerance = 0.02
+  checks.check(c)
+  for changes in (
+    {'engine.module': 'jax'},
+    {'engine.dtype': 'float32'},
+    {'model.lora.rank': 2},
+  ):
+    other = c.copy_and_resolve_references()
+    other.update_from_flattened_dict(changes)
+    with pytest.raises(checks.ConfigError, match="config.engine.sync='delta'"):
+      checks.check(other)
+
+
 @pytest.mark.parametrize(
   'best',
   ['eval/em', 'eval/f1', 'eval/set=micro', 'reward/em', 'eval/hops=2/em'],

@@ -18,12 +18,22 @@ to a server of their own that holds the base:
 
   python -m experiments.benchmarks.sync --cases=28m --rank=16 --out=...
 
+With --delta, a server of bfloat16 follows a trainer of float32 by what one step
+of AdamW changed (engine.sync='delta'), in turns with whole syncs. The step has
+lr 1e-6, random gradients and a new state: as the first of a run, it moves every
+parameter by lr, which is the most.
+
+  python -m experiments.benchmarks.sync --cases=500m --delta --out=...
+
 Bars: at 500M parameters a sync takes at most 8 seconds, and the trainer needs
 at most a fifth of a copy of the weights beside them; every checksum of every
-sync agrees; adapters take at most a fifth of the bytes and of the time.
+sync agrees; adapters take at most a fifth of the bytes and of the time. What
+changed takes at most a tenth of the bytes, and at 500M half of the 5.7 seconds
+that a whole sync of float32 took on 2026-11-23.
 """
 
 import contextlib
+import functools
 import operator
 import os
 import pathlib
@@ -35,6 +45,7 @@ from absl import flags
 import httpx
 import jax
 import jax.numpy as jnp
+import optax
 import psutil
 
 from experiments import common
@@ -47,6 +58,8 @@ from searchrl_jax.worlds import microworld
 BAR, SECONDS = 0.2, 8.0  # copies of the weights; of a sync, at 500M
 PLUGIN = 'experiments.benchmarks.unpacked:Worker'
 ADAPTER_BAR = 0.2  # of the bytes, and of the seconds, of every parameter
+DELTA_BAR, DELTA_SECONDS = 0.1, 0.5 * 5.7  # of the bytes; at 500M
+FULL, ADAPTER, DELTA = 'publish', 'publish_adapter', 'publish_delta'
 
 
 class Memory:
@@ -68,8 +81,21 @@ class Memory:
 
 
 @jax.jit
-def step(params):
+def step(params, seed):
+  del seed
   return jax.tree.map(lambda x: x * jnp.asarray(1.001, x.dtype), params)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def adamw_step(params, seed):
+  """The first step of AdamW, with random gradients."""
+  optimizer = optax.adamw(1e-6)
+  leaves, tree = jax.tree.flatten(params)
+  keys = jax.random.split(jax.random.key(seed, impl='unsafe_rbg'), len(leaves))
+  grads = [jax.random.normal(k, x.shape, x.dtype) for k, x in zip(keys, leaves)]
+  grads = jax.tree.unflatten(tree, grads)
+  updates, _ = optimizer.update(grads, optimizer.init(params), params)
+  return optax.apply_updates(params, updates)
 
 
 class Server:
@@ -96,8 +122,8 @@ class Server:
     return self.post('/collective_rpc', body).json()['results']
 
 
-def once(publisher, server: Server, params, version: int, rank: int) -> dict:
-  """One sync; its figures. params: with a rank, of the adapters."""
+def once(publisher, server: Server, params, version: int, how: str) -> dict:
+  """One sync; its figures. how: a method of the publisher, for the params."""
   own = Memory('self')
   for process in (own, server.memory):
     process.start()
@@ -108,28 +134,31 @@ def once(publisher, server: Server, params, version: int, rank: int) -> dict:
     now = time.perf_counter()
     seconds[f'{name}_s'], last = now - last, now
 
-  publish = publisher.publish_adapter if rank else publisher.publish
-  done = publish(params, version)
+  done = getattr(publisher, how)(params, version)
+  delta = getattr(done, 'delta', None)
+  if how == DELTA and not delta:
+    raise SystemExit('everything was published in place of what changed')
   lap('publish')
   server.post('/pause', mode='abort')
   lap('pause')
-  if rank:
+  if how == ADAPTER:
     body = {'lora_name': f'v{version}', 'lora_path': str(done.path)}
     server.post('/v1/load_lora_adapter', body)
   else:
-    server.rpc('searchrl_load', str(done.path))
+    paths = [done.path, *([delta.path] if delta else [])]
+    server.rpc('searchrl_load', *map(str, paths))
   lap('load')
   if not server.post('/reset_prefix_cache').json()['success']:
     raise SystemExit('the server did not drop its prefix cache')
   server.post('/update_weight_version', {'new_version': str(version)})
   lap('reset')
-  how = ('searchrl_checksums',)
-  if rank:
-    how = 'searchrl_adapter_checksums', done.shapes
-  sync.compare(done.checksums, checksum.combine(server.rpc(*how)))
+  ask = ('searchrl_checksums',)
+  if how == ADAPTER:
+    ask = 'searchrl_adapter_checksums', done.shapes
+  sync.compare(done.checksums, checksum.combine(server.rpc(*ask)))
   lap('checksums')
   server.post('/resume')
-  model = f'v{version}' if rank else 'policy'
+  model = f'v{version}' if how == ADAPTER else 'policy'
   server.post(
     '/v1/completions', dict(model=model, prompt=[5, 6, 7], max_tokens=1)
   )
@@ -138,7 +167,7 @@ def once(publisher, server: Server, params, version: int, rank: int) -> dict:
   return {
     'total_s': sum(seconds.values()),
     **seconds,
-    'bytes': done.bytes,
+    'bytes': delta.bytes if delta else done.bytes,
     'tensors': len(done.checksums),
     **own.row('trainer'),
     **server.memory.row('server'),
@@ -147,7 +176,11 @@ def once(publisher, server: Server, params, version: int, rank: int) -> dict:
 
 def syncs(case: str, folder: pathlib.Path, rank: int) -> list[dict]:
   """Every repetition of a case; with a rank, of adapters alone."""
-  dtype, targets = _DTYPE.value, tuple(decoder.PROJECTIONS)
+  targets, dtype = tuple(decoder.PROJECTIONS), _DTYPE.value
+  held, change, ways = dtype, step, [ADAPTER if rank else FULL]
+  if _DELTA.value:
+    held, change, ways = 'float32', adamw_step, [FULL, DELTA]
+    dtype = 'bfloat16'
   adapters = decoder.Lora(rank, rank, targets, dtype) if rank else None
   cfg = models.config(case, dtype=dtype, lora=adapters)
   fields = {k: getattr(cfg, k) for k in families.FIELDS}
@@ -156,8 +189,8 @@ def syncs(case: str, folder: pathlib.Path, rank: int) -> list[dict]:
   publisher = publication.Publisher(
     folder / 'published', cfg, dtype, '/dev/shm'
   )
-  params = decoder.init_params(cfg, jax.random.key(0), dtype=jnp.dtype(dtype))
-  rows = []
+  params = decoder.init_params(cfg, jax.random.key(0), dtype=jnp.dtype(held))
+  rows, version = [], 0
   stack = contextlib.ExitStack()
   stack.callback(publisher.clear)
   sidecar = launcher.start_sidecar(
@@ -182,20 +215,20 @@ def syncs(case: str, folder: pathlib.Path, rank: int) -> list[dict]:
       )
     # The first compiles, and is left out.
     for rep in range(-1, flags.FLAGS.reps):
-      params = jax.block_until_ready(step(params))
-      row = once(publisher, server, params, rep + 1, rank)
-      if rep >= 0:
-        rows.append(
-          {
-            'case': case,
-            'parameters': cfg.n_params,
-            'rep': rep,
-            'dtype': dtype,
-            'packed': _PACKED.value,
-            'adapter_rank': rank,
-            **row,
-          }
-        )
+      for how in ways:
+        version += 1
+        params = jax.block_until_ready(change(params, version))
+        row = once(publisher, server, params, version, how)
+        about = {
+          'case': case,
+          'parameters': cfg.n_params,
+          'rep': rep,
+          'dtype': dtype,
+          'packed': _PACKED.value,
+          'adapter_rank': rank,
+          'way': how,
+        }
+        rows += [about | row] * (rep >= 0)
   return rows
 
 
@@ -209,33 +242,51 @@ def measure(case: str) -> list[dict]:
 
 
 def bars(rows) -> list[dict]:
-  def median(case: str, rank: int, value) -> float:
-    of = (r for r in rows if (r['case'], r['adapter_rank']) == (case, rank))
+  def median(case: str, way: str, value) -> float:
+    of = (r for r in rows if (r['case'], r['way']) == (case, way))
     return statistics.median(map(value, of))
 
-  cases, rank, out = flags.FLAGS.cases, _RANK.value, []
-  for case in cases if rank else ():
-    for name in ('bytes', 'total_s'):
-      value = operator.itemgetter(name)
-      share = median(case, rank, value) / median(case, 0, value)
-      label = f'sync_{case}_adapter_{name}'
-      out.append(common.bar(label, share, ADAPTER_BAR, at_most=True))
-  if '500m' in cases:
-    seconds = median('500m', 0, operator.itemgetter('total_s'))
-    copies = median('500m', 0, lambda r: r['trainer_extra_bytes'] / r['bytes'])
+  size, total = map(operator.itemgetter, ('bytes', 'total_s'))
+  shares = []
+  if _DELTA.value:
+    shares = [(DELTA, 'delta_bytes', size, DELTA_BAR)]
+  elif _RANK.value:
+    shares = [
+      (ADAPTER, 'adapter_bytes', size, ADAPTER_BAR),
+      (ADAPTER, 'adapter_total_s', total, ADAPTER_BAR),
+    ]
+  cases, out = flags.FLAGS.cases, []
+  for case in cases:
+    for way, name, value, most in shares:
+      share = median(case, way, value) / median(case, FULL, value)
+      out.append(common.bar(f'sync_{case}_{name}', share, most, at_most=True))
+  if '500m' in cases and _DELTA.value:
+    seconds = median('500m', DELTA, total)
+    name = 'sync_500m_delta_total_s'
+    out.append(common.bar(name, seconds, DELTA_SECONDS, at_most=True))
+  elif '500m' in cases:
+    copies = median('500m', FULL, lambda r: r['trainer_extra_bytes'] / size(r))
+    seconds = median('500m', FULL, total)
     out += [
       common.bar('sync_500m_total_s', seconds, SECONDS, at_most=True),
       common.bar('sync_500m_trainer_copies', copies, BAR, at_most=True),
     ]
   # `sync.compare` ends the run at the first that differs.
-  planned = flags.FLAGS.reps * len(cases) * (1 + (rank > 0))
+  two = _DELTA.value or _RANK.value > 0
+  planned = flags.FLAGS.reps * len(cases) * (1 + two)
   return [*out, common.bar('sync_verified', len(rows), planned)]
 
 
 if __name__ == '__main__':
   _PACKED = flags.DEFINE_bool('packed', False, 'vLLM packs matrices.')
   _RANK = flags.DEFINE_integer('rank', 0, 'Of adapters; 0 = none are synced.')
+  _DELTA = flags.DEFINE_bool('delta', False, 'What changed, in bfloat16.')
   _DTYPE = flags.DEFINE_enum(
     'dtype', 'float32', ['float32', 'bfloat16'], 'Of the engine.'
+  )
+  flags.register_multi_flags_validator(
+    ['rank', 'delta'],
+    lambda x: not (x['rank'] and x['delta']),
+    'adapters are published alone: --rank or --delta',
   )
   harness.run('sync', measure, bars, cases=models.SIZES, reps=5)

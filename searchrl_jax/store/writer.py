@@ -65,6 +65,7 @@ _OWN = (
   'engine.url', 'engine.venv', 'engine.device', 'engine.gpu_memory',
   'engine.host_gib', 'engine.kv_cache_gib', 'engine.start_seconds',
   'engine.timeout', 'engine.deadline', 'engine.attempts', 'engine.memory',
+  'engine.sync',
 )  # fmt: skip
 # Fields that may change between two starts of a run. They state where it runs,
 # for how long, what stops it and what it prints, never what it computes.

@@ -20,7 +20,7 @@ import uvicorn
 
 from searchrl_jax.engines.core import WeightsUpdate
 from searchrl_jax.engines.vllm.client import VllmEngine
-from searchrl_jax.engines.weights import checksum, published
+from searchrl_jax.engines.weights import checksum, delta, published
 from searchrl_jax.models import families, hf_tensors, lora
 from tests.engines.common import CFG, Letters, make_params
 
@@ -43,7 +43,9 @@ class FakeVllm:
   """One server, in a thread. Fields may be changed while it runs.
 
   faults: what happens to the next completions, one each: an HTTP status, or
-    'hang'. sums: {tensor: [low, high]} in place of what was published.
+    'hang'. sums: {tensor: [low, high]} in place of what was published. reads:
+    it computes its checksums of the files that it loads, and `served` has those
+    of each completion.
   """
 
   def __init__(self):
@@ -57,6 +59,7 @@ class FakeVllm:
     self.load_error = ''
     self.logp_of_all: list = []  # in place of what the toy gives
     self.sums: dict = {}
+    self.reads, self.served = False, []
     self.reset_works = True
     self.starts = 0
     self.port = 0
@@ -71,7 +74,8 @@ class FakeVllm:
 
   def _forget(self):
     self.paused, self.asleep = False, False
-    self.loaded, self.adapters = None, {}  # name -> folder
+    self.loaded, self.held = None, {}  # and its checksums
+    self.adapters = {}  # name -> folder
     self.cache, self.running, self.stalled = set(), {}, set()
     self.most_running = 0
     self.weight_version = 'default'
@@ -176,13 +180,16 @@ class FakeVllm:
         raise AssertionError('loaded under running requests')
       if self.load_error:
         return JSONResponse({'error': {'message': self.load_error}}, 500)
-      self.loaded = published.open_published(args[0])
+      try:
+        self._load(*map(pathlib.Path, args))
+      except published.PublishedError as e:
+        return JSONResponse({'error': {'message': str(e)}}, 500)
       return {'results': [{'version': self.loaded.version}]}
     found = {}
     if method == 'searchrl_adapter_checksums':
       names = self._adapter_sums(*args)
     else:
-      names = {**self.loaded.checksums}
+      names = {**self.held}
       names.setdefault('head', names['embed'])
     for name, text in names.items():
       dtype, _, rest = text.partition('[')
@@ -194,6 +201,23 @@ class FakeVllm:
     half = {k: [d, s, a - 5, b + 7] for k, (d, s, a, b) in found.items()}
     rest = {k: [d, s, 5, -7] for k, (d, s, _, _) in found.items()}
     return {'results': [half, rest]}
+
+  def _load(self, path, *changes):
+    """As the plugin does."""
+    if changes:
+      self.loaded, *_ = delta.bring(path, *changes)
+    else:
+      self.loaded = published.open_published(path)
+    self.held = self.loaded.checksums
+    if self.reads:
+      parts = {}
+      for name, tensor in self.loaded.table.items():
+        ours = tensor.to_ours(self.loaded.read(name))
+        if tensor.layer is None:
+          parts[tensor.path] = ours
+        else:
+          parts.setdefault(tensor.path, []).append(ours)
+      self.held = checksum.checksums(parts)
 
   def _adapter_sums(self, shapes):
     """Of the files of the one adapter that is loaded, in our layout."""
@@ -243,6 +267,7 @@ class FakeVllm:
       self.stalled.discard(key)
 
   async def _sample(self, body, key):
+    self.served.append(self.held)
     prompt, ids, logps = body['prompt'], [], []
     end, reason, text = 'length', None, ''
     cached = self._cached(body)
@@ -318,6 +343,7 @@ def config(**changes) -> ConfigDict:
     kv_cache_gib=1.0,
     block_size=32,
     sleep=False,
+    sync='full',
     memory='',
     start_seconds=10.0,
   )

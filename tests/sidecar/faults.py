@@ -21,3 +21,7 @@ class Worker(vllm_plugin.Worker):
     self.reload_weights(weights_iterator=others())
     self._searchrl_published = weights
     return loaded
+
+  def fault_no_reload(self) -> None:
+    """From now on vLLM cannot load a checkpoint."""
+    self.reload_weights = None

@@ -89,6 +89,12 @@ class VllmEngine(core.Engine):
     folder = pathlib.Path(folder).absolute()
     urls, self._sidecars = config.url.split(','), []
     near = all(urlsplit(url).hostname in _HERE for url in urls if url)
+    core.require(
+      near or config.sync == 'full',
+      f'config.engine.sync={config.sync!r} with config.engine.url='
+      f"{config.url!r}: a server changes the trainer's own files, which must "
+      "lie on its machine; use 'full'",
+    )
     memory = config.memory if near and cluster.size() == 1 else ''
     self._publisher = publication.Publisher(
       folder / 'published', model_cfg, config.dtype, memory
@@ -187,7 +193,8 @@ class VllmEngine(core.Engine):
 
     `update.params` may be the folder of a publication. The checksums of each
     server are compared with those of the publication; older publications are
-    deleted once all servers have loaded it.
+    deleted once all servers have loaded it. If what changed cannot be loaded
+    (config.engine.sync='delta'), everything is published.
 
     Raises:
       SyncError: names the server, and the tensors that differ; or another
@@ -202,11 +209,17 @@ class VllmEngine(core.Engine):
     await self._all(Server.check_claim)
     start = time.perf_counter()
     target = await asyncio.to_thread(self._publish, update)
+    size = 0 if adapter else target.sent
     self._open.clear()
-    checksums, *_ = await self._all(lambda server: server.prepare(target))
-    size = 0 if adapter else target.bytes
-    if target.adapter:
-      size += target.adapter.bytes
+    try:
+      checksums, *_ = await self._all(lambda server: server.prepare(target))
+    except (core.SyncError, core.EngineError) as e:
+      if not target.delta:
+        raise
+      _log.warning('version %d is published as a whole: %s', target.version, e)
+      target = await asyncio.to_thread(self._publish, update, True)
+      size += target.sent
+      checksums, *_ = await self._all(lambda server: server.prepare(target))
     if adapter:  # a server that came back loaded all
       checksums = {
         k: v for k, v in checksums.items() if k in target.adapter.shapes
@@ -355,10 +368,14 @@ class VllmEngine(core.Engine):
         raise one
     return found
 
-  def _publish(self, update: core.WeightsUpdate) -> published.Published:
+  def _publish(
+    self, update: core.WeightsUpdate, whole: bool = False
+  ) -> published.Published:
     params, version, known = update.params, update.version, update.checksums
     if not isinstance(params, Mapping):
       return published.open_published(params)
+    if self._config.sync == 'delta' and not whole:
+      return self._publisher.publish_delta(params, version, known)
     adapters, base = lora.split(self._cfg, params)
     if not self._cfg.lora:
       return self._publisher.publish(params, version, known)

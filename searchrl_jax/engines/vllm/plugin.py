@@ -20,13 +20,15 @@ error in the other. The module depends on three properties of vLLM 0.32:
 This module imports no JAX, and torch and vLLM only when they are used.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 import dataclasses
+import pathlib
 from typing import Any
 
 import numpy as np
 
-from searchrl_jax.engines.weights import published
+from searchrl_jax.engines.vllm import hashes
+from searchrl_jax.engines.weights import delta, published
 from searchrl_jax.engines.weights.published import Published
 from searchrl_jax.models import hf_config, hf_tensors
 
@@ -38,8 +40,6 @@ _FUSED = {
   'gate_proj': ('gate_up_proj', 0),
   'up_proj': ('gate_up_proj', 1),
 }
-# Elements hashed at once: on CPU they stay in the cache.
-_BLOCK, _BLOCK_ELSE = 1 << 18, 1 << 24
 _PROBE = 1 << 22  # elements of one product with unit vectors
 
 
@@ -58,18 +58,32 @@ class Worker:
     served = config.hf_config.to_dict()
     return hf_config.parse_config(served, strict=False) | about
 
-  def searchrl_load(self, path: str) -> None:
+  def searchrl_load(self, path: str, changes: str = '') -> None:
     """Loads a publication of the served model, tensor by tensor, in place.
 
     The server must be paused, and the caller must drop the caches.
 
+    changes: the folder of a difference, to which the publication is brought
+      first. A worker alone that holds its base, unpacked, takes over only what
+      changed.
+
     Raises:
-      PublishedError: see `published.open_published`; the worker is unchanged
-        unless a tensor's own data is damaged.
+      PublishedError: see `published.open_published` and `delta.bring`; the
+        worker is unchanged unless a tensor's own data is damaged.
     """
-    weights = published.open_published(path)
+    before, changed = getattr(self, '_searchrl_published', None), None
+    if changes:
+      copy = pathlib.Path(path), pathlib.Path(changes)
+      weights, base, changed = delta.bring(*copy)
+    else:
+      weights = published.open_published(path)
     self._searchrl_published = None
     model = self.model_runner.get_model()
+    if changed is not None and before and before.version == base:
+      if self.parallel_config.world_size == 1 and _plain(model, weights):
+        _change(model, weights, changed)
+        self._searchrl_published = weights
+        return
     try:
       self.reload_weights(
         weights_iterator=_torch_tensors(weights, _tied(model))
@@ -173,14 +187,20 @@ def _modules(model, weights: Published) -> Iterator[tuple[Any, str, list]]:
     embed = next(iter(table.values()))
     table[hf_tensors.TIED_HEAD] = dataclasses.replace(embed, path='head')
   for name, tensor in table.items():
-    *parents, leaf, kind = name.split('.')
-    leaf, n = _FUSED.get(leaf, (leaf, 0))
-    module = '.'.join([*parents, leaf])
+    module, kind, n = _find(name)
     groups.setdefault((module, kind), []).append((tensor, n))
   for (name, kind), members in groups.items():
     module = _own(model.get_submodule(name))
     parts = [_part(module, tensor, n) for tensor, n in members]
     yield module, kind, [part for part in parts if part is not None]
+
+
+def _find(name: str) -> tuple[str, str, int]:
+  """The module with a tensor of a checkpoint, 'weight' or 'bias', and which
+  part of that the tensor is."""
+  *parents, leaf, kind = name.split('.')
+  leaf, n = _FUSED.get(leaf, (leaf, 0))
+  return '.'.join([*parents, leaf]), kind, n
 
 
 def _part(module, tensor: hf_tensors.Tensor, n: int) -> Part | None:
@@ -269,57 +289,34 @@ def _blocks(module, kind: str, dtype) -> Iterator[tuple[int, Any]]:
 
 
 def _sums(block, part: Part, first: int) -> tuple[int, int]:
-  """The two sums of engines/weights/checksum.py, in wrapping int32."""
+  """The two sums of engines/weights/checksum.py, modulo 2^32."""
+  start = part.start + first * part.column_step
+  return hashes.sums(block, start, part.column_step, part.row_step)
+
+
+def _plain(model, weights: Published) -> bool:
+  """Whether the model computes with the tensors of the checkpoint as they are,
+  but for those that vLLM fuses."""
+  ties = _tied(model) == weights.config['tied']
+  return ties and not any(map(_packed, model.modules()))
+
+
+def _change(model, weights: Published, changed: Mapping[str, np.ndarray]):
+  """Takes elements of the checkpoint over into a model that is `_plain`.
+
+  changed: Hugging Face name -> their positions, ascending.
+  """
   import torch
 
-  device, start = block.device, part.start + first * part.column_step
-  outer, inner = part.column_step, part.row_step
-  if block.stride(0) == 1:  # a transposed matrix: in the order of its memory
-    block, outer, inner = block.T, inner, outer
-  inner_index = _steps(block.shape[1], inner, 0, device)
-  low_sum = high_sum = 0
-  step = _BLOCK if device.type == 'cpu' else _BLOCK_ELSE
-  step = max(1, step // block.shape[1])
-  for i in range(0, len(block), step):
-    bits = _bits(block[i : i + step])
-    index = _steps(len(bits), outer, start + i * outer, device)
-    hashes = _mix(bits + index[:, None] + inner_index)
-    low_sum = low_sum + hashes.sum(dtype=torch.int32)
-    hashes ^= bits
-    high_sum = high_sum + _mix(hashes).sum(dtype=torch.int32)
-  return int(low_sum), int(high_sum)
-
-
-def _steps(n: int, step: int, start: int, device):
-  """(start + i * step) * 0x9E3779B1 for i < n, in wrapping int32 [n]."""
-  import torch
-
-  index = np.arange(n, dtype=np.uint64) * np.uint64(step) + np.uint64(start)
-  index = (index & np.uint64(0xFFFFFFFF)) * np.uint64(0x9E3779B1)
-  return torch.from_numpy(index.astype(np.uint32).view(np.int32)).to(device)
-
-
-def _bits(x):
-  """The bits of float32 or a 16-bit float as int32; -0.0 as 0.0."""
-  import torch
-
-  x = x.contiguous()
-  if x.dtype == torch.float32:
-    bits = x.view(torch.int32)
-    return bits.masked_fill(bits == -(1 << 31), 0)
-  bits = x.view(torch.int16).to(torch.int32) & 0xFFFF
-  return bits.masked_fill_(bits == 1 << 15, 0)
-
-
-def _mix(h):
-  """MurmurHash3's finaliser, in place."""
-  # A shift of int32 copies the sign bit, which the masks remove.
-  h ^= (h >> 16).bitwise_and_(0xFFFF)
-  h *= 0x85EBCA6B - (1 << 32)
-  h ^= (h >> 13).bitwise_and_(0x7FFFF)
-  h *= 0xC2B2AE35 - (1 << 32)
-  h ^= (h >> 16).bitwise_and_(0xFFFF)
-  return h
+  for name, at in changed.items():
+    module, kind, n = _find(name)
+    module = model.get_submodule(module)
+    held = getattr(module, kind).detach().view(torch.int16)
+    rows, *_ = _local(module, n)
+    bits = weights.read(name).reshape(-1).view(np.int16)[at]
+    at = torch.from_numpy(at).to(held.device)
+    at += (rows.start or 0) * held[0].numel()
+    held.view(-1)[at] = torch.from_numpy(bits).to(held.device)
 
 
 def _torch_tensors(weights: Published, tied: bool):

@@ -8,6 +8,7 @@ restarts servers), the weights are loaded first.
 """
 
 import asyncio
+import dataclasses
 import time
 from typing import Any
 import uuid
@@ -184,7 +185,9 @@ class Server:
     try:
       if base:
         self._base = None
-        await self.http.rpc('searchrl_load', str(target.path.absolute()))
+        changes = [target.delta.path] if target.delta else []
+        paths = [str(p.absolute()) for p in (target.path, *changes)]
+        await self.http.rpc('searchrl_load', *paths)
       if adapter:
         await self._load_adapter(adapter)
       if not (await self.http.post('/reset_prefix_cache'))['success']:
@@ -206,6 +209,8 @@ class Server:
       raise SyncError(f'{self.url}: {sent} could not be loaded: {e}') from e
     checksum.compare(wanted, loaded, f'{self.url}, sent {sent},')
     self.version = target.version
+    # Another process of this server loads what `path` holds now.
+    self._target = dataclasses.replace(target, delta=None)
     # Without an adapter, every version has weights of its own.
     self._base = target.path if adapter else None
     return loaded

@@ -7,26 +7,32 @@ A version is an Orbax checkpoint of the tensors as a server stores them: in the
 Hugging Face names and layout, in the dtype of the engine. They are converted on
 their devices, some at a time, and cross the host once; what one process has as
 a whole is one file, which a server maps. A version's folder appears only when
-it is complete. `weights.published` reads it.
+it is complete. `weights.published` reads it. With `Publisher.publish_delta`, a
+version is what changed since the last one (`weights.delta`).
 """
 
 from collections.abc import Mapping
+from concurrent import futures
 import dataclasses
 import functools
+import os
 import pathlib
 import shutil
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from searchrl_jax.devices import cluster, sharding
-from searchrl_jax.engines.weights import checksum, memory, published
+from searchrl_jax.engines.weights import checksum, delta, memory, published
 from searchrl_jax.models import decoder, families, hf_tensors, lora
 from searchrl_jax.models.decoder import DecoderConfig
 from searchrl_jax.store import checkpoint
 
 _ADAPTERS = 'adapters'  # below the folder: adapters, a folder for each version
 _ROOM = 3  # copies that memory must hold: during a sync there are two
+_THREADS = 8  # that compare; each holds a tensor
+_MOST = 0.5  # of all bytes, above which all are published
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3, 4))
@@ -75,6 +81,8 @@ class Publisher:
     self._memory: memory.Folder | None = None
     self._written: set[int] = set()  # versions
     self._adapters: dict[int, pathlib.Path] = {}  # version -> folder
+    self._last: published.Published | None = None  # published
+    self._held: published.Published | None = None  # by every server
 
   def publish(
     self, params: dict, version: int, checksums: Mapping[str, str] | None = None
@@ -104,13 +112,50 @@ class Publisher:
       make = functools.partial(_served, flat[t.path], t, dtype, i)
       tensors[t.name] = checkpoint.Deferred(t.shape, dtype, make)
     self._choose(_ROOM * done.bytes)
+    self._delete_delta()
     path = self.path(version)
     old = [version] if path.exists() else []
     cluster.first('publication', lambda: self._files.delete(old))
     about = {'published': published.FORMAT, **extras}
     self._files.save(version, tensors, extras=about, metrics={}, fingerprint={})
     self._written.add(version)
-    return dataclasses.replace(done, path=path)
+    self._last = dataclasses.replace(done, path=path)
+    return self._last
+
+  def publish_delta(
+    self, params: dict, version: int, checksums: Mapping[str, str] | None = None
+  ) -> published.Published:
+    """Writes what changed since the version that every server holds.
+
+    As `publish`, by one process alone, in a dtype of 16 bits. It is `publish`
+    without such a version, for the same one again, and if most bytes changed.
+
+    Returns:
+      The publication of that version, which `delta.bring` makes the new one.
+    """
+    base, self._held = self._held, None  # until every server has the new one
+    if base is None or base.version == version:
+      return self.publish(params, version, checksums)
+    flat = decoder.flatten_checked(self._cfg, params)
+    sums = _checksums(flat, self._dtype, checksums)
+    new = dataclasses.replace(base, version=version, checksums=sums)
+    dtype = jnp.dtype(self._dtype)
+
+    def compare(i: int, t: hf_tensors.Tensor) -> bytes:
+      bits = np.asarray(_served(flat[t.path], t, dtype, i)).view(np.uint16)
+      old = base.read(t.name).view(np.uint16)
+      return delta.encode(old.reshape(-1), bits.reshape(-1))
+
+    with futures.ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:
+      made = pool.map(compare, range(len(new.table)), new.table.values())
+      pieces = {k: v for k, v in zip(new.table, made) if v}
+    size = sum(map(len, pieces.values()))
+    if size > _MOST * new.bytes:
+      return self.publish(params, version, checksums)
+    path = self.path(version).with_suffix(delta.SUFFIX)
+    delta.write(path, pieces, base.version, new)
+    self._last = dataclasses.replace(new, delta=published.Delta(path, size))
+    return self._last
 
   def _choose(self, size: int) -> None:
     """Before the first version: uses memory if it has room."""
@@ -151,7 +196,11 @@ class Publisher:
     base = acknowledged
     if self._adapters:
       base = max(self._written)
+    if self._last and self._last.version == acknowledged:
+      self._held = dataclasses.replace(self._last, delta=None)
+      base = min(base, int(self._held.path.name))  # it was brought to `version`
     self._files.delete([v for v in self._files.steps() if v < base])
+    self._delete_delta()
     self._delete_adapters([v for v in self._adapters if v < acknowledged])
 
   def clear(self) -> None:
@@ -160,10 +209,15 @@ class Publisher:
     Another may use the folder: a second `ask` about a run.
     """
     self._files.delete(self._written.intersection(self._files.steps()))
+    self._delete_delta()
     self._delete_adapters([*self._adapters])
     if self._memory:
       self._memory.close()
       self._memory = None
+
+  def _delete_delta(self) -> None:
+    if self._last and self._last.delta:
+      shutil.rmtree(self._last.delta.path, ignore_errors=True)
 
   def _delete_adapters(self, versions: list[int]) -> None:
     for version in versions:

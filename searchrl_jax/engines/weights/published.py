@@ -12,7 +12,7 @@ import functools
 import json
 import math
 import pathlib
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import tensorstore as ts
@@ -44,12 +44,26 @@ class Weights:
 
 
 @dataclasses.dataclass(frozen=True)
+class Delta:
+  """A folder with what changed since another version, see `weights.delta`."""
+
+  path: pathlib.Path
+  bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
 class Published(Weights):
   """One version; `tensors` reads its arrays."""
 
   version: int
   config: Mapping[str, Any]  # families.FIELDS of the model
   adapter: Weights | None = None  # on these weights, of the same version
+  delta: Delta | None = None  # which a server has to apply to `path` first
+
+  @property
+  def sent(self) -> int:
+    """Bytes that were written for the servers."""
+    return self.delta.bytes if self.delta else self.bytes
 
   @functools.cached_property
   def table(self) -> dict[str, hf_tensors.Tensor]:
@@ -71,8 +85,10 @@ class Published(Weights):
     if self.config['tied'] and not tied:
       yield hf_tensors.TIED_HEAD, self.read(next(iter(self.table)))  # embedding
 
-  def read(self, name: str) -> np.ndarray:
+  def read(self, name: str, mode: Literal['c', 'r+'] = 'c') -> np.ndarray:
     """A tensor by its Hugging Face name, in that layout.
+
+    mode: 'r+': what is written to the array is written to its file.
 
     Raises:
       KeyError: there is no such tensor.
@@ -84,8 +100,8 @@ class Published(Weights):
         return store.read().result()
       file = self._folder(name) / '.'.join('0' * len(shape))
       dtype = store.dtype.numpy_dtype
-      # A private map: torch warns of arrays that it could not write to.
-      return np.memmap(file, dtype, 'c', shape=shape)
+      # Else a private map: torch warns of arrays that it could not write to.
+      return np.memmap(file, dtype, mode, shape=shape)
 
   def open(self, name: str) -> ts.TensorStore:
     """The store of a tensor; reads only its description.
