@@ -121,18 +121,42 @@ def test_a_window_through_the_cache(window, block, monkeypatch):
   np.testing.assert_array_equal(again, got)
 
 
+@pytest.mark.parametrize('window', [0, 20])
 @pytest.mark.parametrize('kv_heads', [4, 2])
-def test_how_far_other_rows_are_does_not_show_in_a_row(kv_heads, monkeypatch):
+def test_how_far_other_rows_are_does_not_show_in_a_row(
+  kv_heads, window, monkeypatch
+):
   """Bit by bit: blocks that a row has not come to add exactly nothing."""
   monkeypatch.setattr(caches, 'BLOCKS', {'cpu': 16})
+  monkeypatch.setattr(caches, 'PART', 4)
   cfg = dataclasses.replace(CFG, n_kv_heads=kv_heads)
-  q, k, v, near = filled(cfg, [3, 16, 17, 40, 5, 1], 160)
-  far = near.copy()
-  far[4:, 0] = 159
-  attend = jax.jit(lambda *x: caches.attend(cfg, *x))
-  a, b = attend(q, k, v, near), attend(q, k, v, far)
-  np.testing.assert_array_equal(a[:4], b[:4])
-  assert (a[4:] != b[4:]).any()
+  q, k, v, near = filled(cfg, [3, 16, 17, 40, 5, 1, 160, 97], 160)
+  attend = jax.jit(lambda *x: caches.attend(cfg, *x[:4], window, slots=x[4]))
+  want, rng = attend(q, k, v, near, np.arange(8)), np.random.default_rng(0)
+  for _ in range(20):
+    # Four rows, elsewhere, beside others at other places.
+    at = np.where(np.arange(8)[:, None] < 4, near, rng.integers(160, size=1))
+    order = rng.permutation(8)
+    got = attend(q[order], k, v, at[order], order)
+    np.testing.assert_array_equal(got[np.argsort(order)][:4], want[:4])
+
+
+@pytest.mark.parametrize('window', [0, 20])
+def test_a_row_reads_the_blocks_that_it_sees(window, monkeypatch):
+  monkeypatch.setattr(caches, 'BLOCKS', {'cpu': 16})
+  monkeypatch.setattr(caches, 'PART', 1)  # else what those beside it see, too
+  q, k, v, at = filled(CFG, [3, 16, 17, 40, 5, 1, 160, 97], 160)
+  attend = jax.jit(
+    lambda *x: caches.attend(CFG, *x, window, slots=jnp.arange(8))
+  )
+  want = attend(q, k, v, at)
+  low = np.maximum(at - window + 1, 0) // 16 * 16 if window else 0 * at
+  place = np.arange(160)
+  dark = (place < low) | (place >= at // 16 * 16 + 16)
+  assert dark.mean() > 0.5
+  k = jnp.where(dark[:, None, None], np.nan, k)
+  v = jnp.where(dark[:, None, :, None], np.nan, v)
+  np.testing.assert_array_equal(attend(q, k, v, at), want)
 
 
 @pytest.mark.parametrize('kv_heads', [4, 2])

@@ -365,8 +365,7 @@ def prefill(weights, caches, ids, slots, start, lengths, *, cfg, fresh, mesh):
       if fresh:
         own = lengths, cfg.attention
         return attention.causal(q, k, v, *own, window=window)
-      rows = [c.at[slots].get(mode='clip') for c in new[-1]]
-      return kv.attend(cfg, q, *rows, at, window)
+      return kv.attend(cfg, q, *new[-1], at, window, slots=slots)
 
     x = decoder.block(p, cfg, x, layer.rope, attend, mesh)
   return new

@@ -68,9 +68,9 @@ def lanes(cfg: DecoderConfig, slots: int, mesh) -> int:
 
 
 def _indices(caches, slots, start):
-  """[R, 2]: (slot, first position) in this part of the caches."""
+  """Slots and first positions [R] in this part of the caches."""
   slots = sharding.own_rows(slots, len(caches[0][0]))
-  return jnp.stack([slots, jnp.full_like(slots, start)], -1)
+  return slots, jnp.full_like(slots, start)
 
 
 def _on_own_devices(f, mesh, caches, *args, out=0):
@@ -89,12 +89,7 @@ def read_piece(cfg, caches, slots, start, size, mesh):
 
     def one(cache, names):
       time = names.index('time')
-      shape = [1, *cache.shape[1:]]
-      shape[time] = size
-      numbers = lax.GatherDimensionNumbers((1, 2, 3), (0,), (0, time))
-      return sharding.total(
-        lax.gather(cache, at, numbers, tuple(shape), mode='fill', fill_value=0)
-      )
+      return sharding.total(kv.read(cache, time, *at, size, mode='fill'))
 
     pairs = [tuple(map(one, pair, kv.axes(cfg))) for pair in caches]
     return tuple(map(jnp.stack, zip(*pairs)))
@@ -107,7 +102,7 @@ def write_piece(cfg, caches, piece, slots, start, mesh):
   """Writes the result of `read_piece`, bit for bit; skips missing slots."""
 
   def write(caches, piece, slots, start):
-    at = _indices(caches, slots, start)
+    at = jnp.stack(_indices(caches, slots, start), -1)
 
     def one(cache, new, names):
       time = names.index('time')
