@@ -739,6 +739,57 @@ def test_neither_lane_nor_order_shows(monkeypatch):
   assert evictions > 0
 
 
+@pytest.mark.parametrize('count', [1, 3, 9, 17])
+def test_what_is_not_exact_costs_what_is_active(count, monkeypatch):
+  """The same tokens, within rounding, from calls of fewer rows."""
+  monkeypatch.setattr(caches, 'BLOCKS', {'cpu': 16})
+  engines = [
+    make_engine(slots=24, prefill_rows=8, exact=exact)
+    for exact in (True, False)
+  ]
+  sizes = {'decode': [], 'fresh': [], 'extend': []}
+  programs = engines[1]._device._programs
+
+  def watched(name, real):
+    def call(weights, caches, *args):
+      rows = args[0]['token'] if name == 'decode' else args[0]
+      sizes[name].append(len(rows))
+      return real(weights, caches, *args)
+
+    return call
+
+  names = {n: watched(n, getattr(programs, n)) for n in sizes}
+  spied = types.SimpleNamespace(**names)
+  monkeypatch.setattr(engines[1]._device, '_programs', spied)
+
+  async def one(engine, i):
+    handle, out = engine.open(prompt(engine, 9, seed=i)), []
+    for _ in range(2):
+      sampling = Sampling(max_tokens=5 + i % 3, temperature=0.0)
+      out.append(await engine.generate(handle, sampling))
+      engine.append(handle, range(4))
+    engine.close(handle)
+    return out
+
+  async def everyone(engine):
+    return await asyncio.gather(*[one(engine, i) for i in range(count)])
+
+  exact, other = (asyncio.run(everyone(engine)) for engine in engines)
+  for a, b in zip(sum(exact, []), sum(other, []), strict=True):
+    assert a.ids.tolist() == b.ids.tolist()
+    np.testing.assert_allclose(a.logps, b.logps, atol=1e-5)
+  # 24 slots are halved, and the 8 rows of a prefill are quartered.
+  assert max(sizes['decode']) == {1: 4, 3: 4, 9: 12, 17: 24}[count]
+  prefills = {1: {1}, 3: {8}, 9: {8, 1}, 17: {8, 1}}[count]
+  assert {*sizes['fresh']} == prefills
+
+
+def test_what_is_not_exact_is_refused_on_a_mesh():
+  mesh = sharding.make_mesh(devices=jax.devices()[:2])
+  with pytest.raises(EngineError, match='engine.exact=False is for one CPU'):
+    make_engine(mesh=mesh, exact=False)
+
+
 def test_host_memory_for_less_than_one_sequence_is_refused():
   with pytest.raises(EngineError, match='host_gib=1e-06'):
     make_engine(host_gib=1e-6)
@@ -1150,9 +1201,11 @@ def test_the_engine_owns_its_weights():
 # --- Compilation.
 
 
-def test_nothing_compiles_after_warmup(monkeypatch):
+@pytest.mark.parametrize('exact', [True, False])
+def test_nothing_compiles_after_warmup(exact, monkeypatch):
   monkeypatch.setattr(device, 'PIECE', 16)
-  engine = make_engine()
+  # Of few slots, or there would be one size.
+  engine = make_engine(slots=4 if exact else 6, exact=exact)
   engine.warmup()
   weights = make_params(2)
   asyncio.run(load(engine, weights, 0))  # as a run does before its first step
