@@ -278,6 +278,9 @@ def base() -> ConfigDict:
   # and slots limit the sequences in flight, of env.max_tokens tokens each.
   c.engine.host_gib = 16.0
   c.engine.dtype = 'float32'  # of activations and cache
+  # In process: no bit depends on what else is sampled, and a step takes as long
+  # as it has slots. False, on a CPU: as long as it has active ones.
+  c.engine.exact = True
   # The difference of engine and trainer that stops a run: of a log-prob, or of
   # its relative error where that is below -1.
   c.engine.canary_tolerance = 1e-3

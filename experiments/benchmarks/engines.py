@@ -4,10 +4,12 @@
   python -m experiments.benchmarks.engines --out=engines.json
 
 Both are engines of the contract (engines/core.py) under the same rollouts,
-with the same Qwen2 weights in float32, verified by `sync`. Single turn: 64
+with the same Qwen2 weights in float32, verified by `sync`. `single`: 64
 distinct random prompts of 64 tokens, 64 new ones each, sampled with log-probs.
-Multi-turn: `multiturn`'s trajectories of 1 to 4 searches of 200 ms +- 100 ms,
-96 of them through 64 slots. Tokens/s is sampled tokens by the median time.
+`multi`: `multiturn`'s trajectories of 1 to 4 searches of 200 ms +- 100 ms, 96
+of them through 64 slots. `quarter`: 48 of them, 16 at a time. Tokens/s is
+sampled tokens by the median time. In process it is measured with
+`engine.exact` (`jax`) and without (`jax_inexact`).
 
 Each model is served twice, by a vLLM whose worker has 1 thread (what it takes
 on two cores) and by one that has 2; the better median counts. All sides make a
@@ -39,6 +41,7 @@ from searchrl_jax.models import decoder
 from searchrl_jax.text import tokenizer
 
 TRAJECTORIES, BAR = 96, 1.5
+QUARTER = {'1m': 1.0, '28m': 0.9}  # bars, of the engine that is not exact
 
 
 def make_tokenizer(folder: pathlib.Path) -> None:
@@ -100,9 +103,14 @@ class Side:
     return self._timed(batch(self.engine, self._rng))
 
   def multi(self) -> dict:
-    seed = int(self._rng.integers(2**31))
-    items = multiturn.questions(TRAJECTORIES, seed)
-    return self._timed(multiturn.free(self.engine, items, seconds=0.2))
+    return self._turns(TRAJECTORIES, 0)
+
+  def quarter(self) -> dict:
+    return self._turns(TRAJECTORIES // 2, ROWS // 4)
+
+  def _turns(self, count: int, concurrency: int) -> dict:
+    items = multiturn.questions(count, int(self._rng.integers(2**31)))
+    return self._timed(multiturn.free(self.engine, items, concurrency, 0.2))
 
   def _timed(self, coroutine) -> dict:
     before = self.engine.stats()
@@ -129,13 +137,15 @@ def measure(size: str) -> list[dict]:
     make_tokenizer(folder / 'tokenizer')
     for side, module, count in (
       ('jax', in_process, 1),
+      ('jax_inexact', in_process, 1),
       ('vllm_1', client, 1),
       ('vllm_2', client, 2),
     ):
+      config.exact = side != 'jax_inexact'
       with threads(count):
         engine = start(loop, module, cfg, params, config, folder / side)
       sides[side] = Side(loop, engine)
-    for kind in ('single', 'multi'):
+    for kind in ('single', 'multi', 'quarter'):
       found = harness.turns(
         {name: getattr(side, kind) for name, side in sides.items()}, warm=1
       )
@@ -143,13 +153,15 @@ def measure(size: str) -> list[dict]:
         name: statistics.median(r['tokens'] / r['seconds'] for r in runs)
         for name, runs in found.items()
       }
+      peer = rates[harness.better(rates, 'vllm')]
       rows.append(
         {
           'case': size,
           'turns': kind,
           'parameters': cfg.n_params,
           **{f'{name}_tokens_per_s': rate for name, rate in rates.items()},
-          'ratio': rates['jax'] / rates[harness.better(rates, 'vllm')],
+          'ratio': rates['jax'] / peer,
+          'inexact_ratio': rates['jax_inexact'] / peer,
           'repetitions': found,
           'model': models.SIZES[size],
         }
@@ -159,11 +171,16 @@ def measure(size: str) -> list[dict]:
 
 
 def bars(rows) -> list[dict]:
-  """For the single turn; the rest stands beside it."""
+  """For a single turn, and for a quarter of the slots; the rest is beside."""
+  of = {(r['turns'], r['case']): r for r in rows}
   return [
-    common.bar(f'engines_{r["case"]}', r['ratio'], BAR)
-    for r in rows
-    if r['turns'] == 'single'
+    common.bar(f'engines_{case}', r['ratio'], BAR)
+    if turns == 'single'
+    else common.bar(
+      f'engines_{turns}_{case}', r['inexact_ratio'], QUARTER[case]
+    )
+    for (turns, case), r in of.items()
+    if turns != 'multi'
   ]
 
 

@@ -8,11 +8,13 @@ both sides), Qwen2 layout in float32. Both sides make a batch in turns; the peer
 (`torch_peers.generate`) runs with 1 and with 2 threads, and the better median
 counts. Tokens/s is new tokens by the median time.
 
-`bare` is one loop of 64 steps over weights and caches of the same sizes, with
-the matrix products only: no prefill, positions, writes to the caches, draw, or
-host. It runs all rows in one program, where the sampler may use two lanes
-(`engines.jax.device.lanes`). `of_bare` is the sampler's tokens/s divided by
-that of `bare`; `host` is the share of a batch in which the device is idle.
+`first` is a batch of one new token each, which is prefill; the rest of `jax` is
+decoding (`decode`). `bare` is one loop of 64 steps over weights and caches of
+the same sizes, with the matrix products only: no prefill, positions, writes to
+the caches, draw, or host. It runs all rows in one program, where the sampler
+may use two lanes (`engines.jax.device.lanes`). `of_bare` is tokens/s of
+decoding divided by those of `bare`; `host` is the share of a batch in which the
+device is idle. `quarter` is decoding at a quarter of a longer cache.
 """
 
 import asyncio
@@ -35,7 +37,8 @@ from searchrl_jax.models import decoder
 from searchrl_jax.types import Prompt
 
 ROWS, PROMPT, NEW = 64, 64, 64
-BAR = 2.5
+BAR, BARE_BAR = 2.5, 0.9
+LONG = 1024  # the cache of `quarter`
 CHUNK = 16  # tokens between looks of the host
 WARM = 2  # batches: compilation, allocator
 
@@ -49,16 +52,18 @@ class Ids:
     return b''
 
 
-def batch(engine, rng: np.random.Generator) -> Coroutine:
+def batch(
+  engine, rng: np.random.Generator, prompt: int = PROMPT, new: int = NEW
+) -> Coroutine:
   """Draws prompts; returns what samples for them through the contract."""
-  prompts = rng.integers(Ids.vocab_size, size=(ROWS, PROMPT)).tolist()
+  prompts = rng.integers(Ids.vocab_size, size=(ROWS, prompt)).tolist()
   seeds = rng.integers(2**31, size=ROWS).tolist()
 
   async def one(ids, seed):
     handle = engine.open(Prompt(tuple(ids)))
-    done = await engine.generate(handle, Sampling(max_tokens=NEW, seed=seed))
+    done = await engine.generate(handle, Sampling(max_tokens=new, seed=seed))
     engine.close(handle)
-    assert len(done.logps) == NEW
+    assert len(done.logps) == new
 
   async def everyone():
     await asyncio.gather(*map(one, prompts, seeds))
@@ -69,9 +74,16 @@ def batch(engine, rng: np.random.Generator) -> Coroutine:
 class Ours:
   """The seconds of one batch."""
 
-  def __init__(self, cfg: decoder.DecoderConfig):
+  def __init__(
+    self,
+    cfg: decoder.DecoderConfig,
+    prompt: int = PROMPT,
+    new: int = NEW,
+    max_len: int = PROMPT + NEW,
+  ):
+    self._sizes = prompt, new
     config = config_lib.base().engine
-    config.slots, config.max_len, config.chunk = ROWS, PROMPT + NEW, CHUNK
+    config.slots, config.max_len, config.chunk = ROWS, max_len, CHUNK
     config.prefill_rows = ROWS
     params = decoder.init_params(cfg, jax.random.key(0))
     self._engine = JaxEngine(cfg, params, Ids(), config)
@@ -79,7 +91,7 @@ class Ours:
     self.host = []  # seconds of each batch outside the device's calls
 
   def __call__(self) -> float:
-    work = batch(self._engine, self._rng)
+    work = batch(self._engine, self._rng, *self._sizes)
     before, start = self._device(), time.perf_counter()
     asyncio.run(work)
     seconds = time.perf_counter() - start
@@ -119,19 +131,33 @@ def bare(cfg: decoder.DecoderConfig) -> Callable[[], float]:
 def measure(size: str) -> list[dict]:
   cfg = models.config(size)
   fields = dict(model=models.SIZES[size], rows=ROWS, prompt=PROMPT, new=NEW)
+  long = dict(prompt=(LONG - 2 * NEW) // 4, max_len=LONG)
   with harness.peers('generate', **fields) as peers:
     ours = Ours(cfg)
-    sides = {'jax': ours, 'bare': bare(cfg), **peers}
+    sides = {
+      'jax': ours,
+      'first': Ours(cfg, new=1),
+      'bare': bare(cfg),
+      'quarter': Ours(cfg, **long),
+      'quarter_first': Ours(cfg, **long, new=1),
+      **peers,
+    }
     seconds = harness.turns(sides, warm=WARM)
     about = peers['torch_1'].about
-  speed = {k: ROWS * NEW / statistics.median(v) for k, v in seconds.items()}
+  taken = {k: statistics.median(v) for k, v in seconds.items()}
+  speed = {k: ROWS * NEW / taken[k] for k in ('jax', 'bare', *peers)}
+  for name, whole, first in (
+    ('decode', 'jax', 'first'),
+    ('quarter', 'quarter', 'quarter_first'),
+  ):
+    speed[name] = ROWS * (NEW - 1) / (taken[whole] - taken[first])
   row = {
     'case': size,
     'parameters': cfg.n_params,
     'peer_parameters': about['parameters'],
     **{f'{k}_tokens_per_s': v for k, v in speed.items()},
     'ratio': speed['jax'] / speed[harness.better(speed)],
-    'of_bare': speed['jax'] / speed['bare'],
+    'of_bare': speed['decode'] / speed['bare'],
     'host': statistics.median(
       host / total
       for host, total in zip(ours.host[WARM:], seconds['jax'], strict=True)
@@ -144,7 +170,12 @@ def measure(size: str) -> list[dict]:
 
 
 def bars(rows) -> list[dict]:
-  return [common.bar(f'sampler_{r["case"]}', r['ratio'], BAR) for r in rows]
+  kinds = ('sampler', 'ratio', BAR), ('sampler_bare', 'of_bare', BARE_BAR)
+  return [
+    common.bar(f'{name}_{r["case"]}', r[field], bar)
+    for name, field, bar in kinds
+    for r in rows
+  ]
 
 
 if __name__ == '__main__':

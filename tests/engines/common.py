@@ -38,6 +38,7 @@ def config(**changes) -> ConfigDict:
     max_len=64,
     chunk=4,
     prefill_rows=2,
+    exact=True,
     dtype='float32',
     canary_tolerance=1e-3,
     host_gib=1.0,

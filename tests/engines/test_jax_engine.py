@@ -121,18 +121,42 @@ def test_a_window_through_the_cache(window, block, monkeypatch):
   np.testing.assert_array_equal(again, got)
 
 
+@pytest.mark.parametrize('window', [0, 20])
 @pytest.mark.parametrize('kv_heads', [4, 2])
-def test_how_far_other_rows_are_does_not_show_in_a_row(kv_heads, monkeypatch):
+def test_how_far_other_rows_are_does_not_show_in_a_row(
+  kv_heads, window, monkeypatch
+):
   """Bit by bit: blocks that a row has not come to add exactly nothing."""
   monkeypatch.setattr(caches, 'BLOCKS', {'cpu': 16})
+  monkeypatch.setattr(caches, 'PART', 4)
   cfg = dataclasses.replace(CFG, n_kv_heads=kv_heads)
-  q, k, v, near = filled(cfg, [3, 16, 17, 40, 5, 1], 160)
-  far = near.copy()
-  far[4:, 0] = 159
-  attend = jax.jit(lambda *x: caches.attend(cfg, *x))
-  a, b = attend(q, k, v, near), attend(q, k, v, far)
-  np.testing.assert_array_equal(a[:4], b[:4])
-  assert (a[4:] != b[4:]).any()
+  q, k, v, near = filled(cfg, [3, 16, 17, 40, 5, 1, 160, 97], 160)
+  attend = jax.jit(lambda *x: caches.attend(cfg, *x[:4], window, slots=x[4]))
+  want, rng = attend(q, k, v, near, np.arange(8)), np.random.default_rng(0)
+  for _ in range(20):
+    # Four rows, elsewhere, beside others at other places.
+    at = np.where(np.arange(8)[:, None] < 4, near, rng.integers(160, size=1))
+    order = rng.permutation(8)
+    got = attend(q[order], k, v, at[order], order)
+    np.testing.assert_array_equal(got[np.argsort(order)][:4], want[:4])
+
+
+@pytest.mark.parametrize('window', [0, 20])
+def test_a_row_reads_the_blocks_that_it_sees(window, monkeypatch):
+  monkeypatch.setattr(caches, 'BLOCKS', {'cpu': 16})
+  monkeypatch.setattr(caches, 'PART', 1)  # else what those beside it see, too
+  q, k, v, at = filled(CFG, [3, 16, 17, 40, 5, 1, 160, 97], 160)
+  attend = jax.jit(
+    lambda *x: caches.attend(CFG, *x, window, slots=jnp.arange(8))
+  )
+  want = attend(q, k, v, at)
+  low = np.maximum(at - window + 1, 0) // 16 * 16 if window else 0 * at
+  place = np.arange(160)
+  dark = (place < low) | (place >= at // 16 * 16 + 16)
+  assert dark.mean() > 0.5
+  k = jnp.where(dark[:, None, None], np.nan, k)
+  v = jnp.where(dark[:, None, :, None], np.nan, v)
+  np.testing.assert_array_equal(attend(q, k, v, at), want)
 
 
 @pytest.mark.parametrize('kv_heads', [4, 2])
@@ -715,6 +739,57 @@ def test_neither_lane_nor_order_shows(monkeypatch):
   assert evictions > 0
 
 
+@pytest.mark.parametrize('count', [1, 3, 9, 17])
+def test_what_is_not_exact_costs_what_is_active(count, monkeypatch):
+  """The same tokens, within rounding, from calls of fewer rows."""
+  monkeypatch.setattr(caches, 'BLOCKS', {'cpu': 16})
+  engines = [
+    make_engine(slots=24, prefill_rows=8, exact=exact)
+    for exact in (True, False)
+  ]
+  sizes = {'decode': [], 'fresh': [], 'extend': []}
+  programs = engines[1]._device._programs
+
+  def watched(name, real):
+    def call(weights, caches, *args):
+      rows = args[0]['token'] if name == 'decode' else args[0]
+      sizes[name].append(len(rows))
+      return real(weights, caches, *args)
+
+    return call
+
+  names = {n: watched(n, getattr(programs, n)) for n in sizes}
+  spied = types.SimpleNamespace(**names)
+  monkeypatch.setattr(engines[1]._device, '_programs', spied)
+
+  async def one(engine, i):
+    handle, out = engine.open(prompt(engine, 9, seed=i)), []
+    for _ in range(2):
+      sampling = Sampling(max_tokens=5 + i % 3, temperature=0.0)
+      out.append(await engine.generate(handle, sampling))
+      engine.append(handle, range(4))
+    engine.close(handle)
+    return out
+
+  async def everyone(engine):
+    return await asyncio.gather(*[one(engine, i) for i in range(count)])
+
+  exact, other = (asyncio.run(everyone(engine)) for engine in engines)
+  for a, b in zip(sum(exact, []), sum(other, []), strict=True):
+    assert a.ids.tolist() == b.ids.tolist()
+    np.testing.assert_allclose(a.logps, b.logps, atol=1e-5)
+  # 24 slots are halved, and the 8 rows of a prefill are quartered.
+  assert max(sizes['decode']) == {1: 4, 3: 4, 9: 12, 17: 24}[count]
+  prefills = {1: {1}, 3: {8}, 9: {8, 1}, 17: {8, 1}}[count]
+  assert {*sizes['fresh']} == prefills
+
+
+def test_what_is_not_exact_is_refused_on_a_mesh():
+  mesh = sharding.make_mesh(devices=jax.devices()[:2])
+  with pytest.raises(EngineError, match='engine.exact=False is for one CPU'):
+    make_engine(mesh=mesh, exact=False)
+
+
 def test_host_memory_for_less_than_one_sequence_is_refused():
   with pytest.raises(EngineError, match='host_gib=1e-06'):
     make_engine(host_gib=1e-6)
@@ -1126,9 +1201,11 @@ def test_the_engine_owns_its_weights():
 # --- Compilation.
 
 
-def test_nothing_compiles_after_warmup(monkeypatch):
+@pytest.mark.parametrize('exact', [True, False])
+def test_nothing_compiles_after_warmup(exact, monkeypatch):
   monkeypatch.setattr(device, 'PIECE', 16)
-  engine = make_engine()
+  # Of few slots, or there would be one size.
+  engine = make_engine(slots=4 if exact else 6, exact=exact)
   engine.warmup()
   weights = make_params(2)
   asyncio.run(load(engine, weights, 0))  # as a run does before its first step

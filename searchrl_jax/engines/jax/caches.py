@@ -5,7 +5,11 @@ G = N / K, H head dim. The caches, one (k, v) pair for a layer (`axes`), are
 donated by the programs of `engines.decode`: scatters write in place.
 """
 
+import functools
+import math
+
 import jax
+from jax import lax
 import jax.numpy as jnp
 
 from searchrl_jax.devices import sharding
@@ -17,6 +21,9 @@ from searchrl_jax.models.decoder import DecoderConfig
 # into its caches, otherwise enough to amortise a kernel launch.
 BLOCKS = {'cpu': 128}
 BLOCK = 1024
+# Rows whose blocks a CPU reads together: always as many, because the product of
+# fewer may have other last bits. Small blocks cost more calls than bytes.
+PART, PART_BYTES = 8, 2**19
 
 
 def block_size() -> int:
@@ -74,28 +81,44 @@ def make(cfg: DecoderConfig, slots: int, max_len: int, mesh=None) -> list:
   return jax.tree.map(zeros, abstract(cfg, slots, max_len, mesh))
 
 
-def attend(cfg, q, k, v, positions, window: int = 0, mesh=None):
-  """q [B, T, N, H] at positions [B, T] over rows of the caches k and v.
+def read(x, time: int, slots, start, size: int, mode: str = 'clip'):
+  """`size` positions from start [R], in the rows slots [R] of a cache."""
+  shape = [1, *x.shape[1:]]
+  shape[time] = size
+  numbers = lax.GatherDimensionNumbers((1, 2, 3), (0,), (0, time))
+  at = jnp.stack([slots, start], -1)
+  return lax.gather(x, at, numbers, tuple(shape), mode=mode, fill_value=0)
+
+
+def attend(cfg, q, k, v, positions, window: int = 0, mesh=None, slots=None):
+  """q [B, T, N, H] at ascending positions [B, T] over rows of the caches k, v.
 
   A long cache is read block by block, with a running maximum, up to the last
-  position that any row needs. For a single token a GPU reads up to that of each
-  row, by a kernel; where it does not fit, and on TPUs, the whole cache is read,
-  because each block would be copied first, and the host waited for between
-  them. A position beyond a row's own changes nothing in that row (a weight of
-  0, a factor of 1), so that a row's result does not depend on the positions of
-  other rows (design 5.10).
+  position that any row needs; on a CPU, of each row the blocks that it sees, if
+  they are large (PART_BYTES) or `slots` names the rows. For a single token a
+  GPU reads up to that of each row, by a kernel; where it does not fit, and on
+  TPUs, the whole cache is read, because each block would be copied first, and
+  the host waited for between them. A position beyond a row's own changes
+  nothing in that row (a weight of 0, a factor of 1), so that a row's result
+  does not depend on the positions of other rows (design 5.10).
   window: tokens that a token sees, itself included; 0: all before it.
   mesh: of the caches, outside `sharding.by_rows`.
+  slots: int32 [B], the rows of the caches (past the last: any row); None: all.
   """
   B, T, N, H = q.shape
   time = axes(cfg)[0].index('time')
   keys = 'BKHS' if time == 3 else 'BKSH'
   q, S = attention.grouped_queries(q, cfg.n_kv_heads), v.shape[2]
-  block = block_size()
+  block, cpu = block_size(), sharding.platform() == 'cpu'
+  large = PART * math.prod(v.shape[1:]) // S * block * v.dtype.itemsize
+  by_row = cpu and S > 2 * block
+  by_row &= slots is not None or large >= PART_BYTES
+  if slots is not None and not by_row:
+    k, v = (x.at[slots].get(mode='clip') for x in (k, v))
 
-  def masked(k, first):
+  def masked(q, k, positions, first):
     s = attention.scores(f'BKGTH,{keys}->BKGTS', q, k)
-    at = first + jnp.arange(k.shape[time])[None, None]
+    at = jnp.reshape(first, (-1, 1, 1)) + jnp.arange(k.shape[time])
     seen = at <= positions[:, :, None]
     if window:
       seen &= at > positions[:, :, None] - window
@@ -107,40 +130,85 @@ def attend(cfg, q, k, v, positions, window: int = 0, mesh=None):
   def mixed(w, v):
     return attention.einsum32('BKGTS,BKSH->BKGTH', w.astype(v.dtype), v)
 
-  def attend_run(k, v, first, top):
+  def attend_run(top, q, k, v, positions, first):
     """Weights of one run of positions, relative to a maximum."""
-    s = masked(k, first)
+    s = masked(q, k, positions, first)
     top = jnp.maximum(top, jnp.max(s, -1, keepdims=True))
     w = jnp.exp(s - top)
     return top, jnp.sum(w, -1, keepdims=True), mixed(w, v)
 
-  one = T == 1 and sharding.platform() != 'cpu'
+  def add(carry, *run):
+    top, total, o = carry
+    new, more, extra = attend_run(top, *run)
+    shrink = jnp.exp(top - new)
+    return new, total * shrink + more, o * shrink + extra
+
+  one = T == 1 and not cpu
   if one and live.fits(q, v) and not _divided():
     total, o = 1.0, _live(q, k, v, positions, window, time, mesh)
   elif one:
     # One kernel reads the scores, and writes weights in half precision.
-    total, o = 1.0, mixed(jax.nn.softmax(masked(k, 0)), v)
+    total, o = 1.0, mixed(jax.nn.softmax(masked(q, k, positions, 0)), v)
   elif S <= 2 * block:
-    _, total, o = attend_run(k, v, 0, -jnp.inf)
+    _, total, o = attend_run(-jnp.inf, q, k, v, positions, 0)
+  elif by_row:
+    slots = jnp.arange(B) if slots is None else slots
+    total, o = _by_row(add, q, k, v, positions, window, time, slots)
   else:
 
     def step(i, carry):
-      top, total, o = carry
-      part = jax.lax.dynamic_slice_in_dim(k, i * block, block, time)
-      values = jax.lax.dynamic_slice_in_dim(v, i * block, block, 2)
-      new, more, add = attend_run(part, values, i * block, top)
-      shrink = jnp.exp(top - new)
-      return new, total * shrink + more, o * shrink + add
+      part = lax.dynamic_slice_in_dim(k, i * block, block, time)
+      values = lax.dynamic_slice_in_dim(v, i * block, block, 2)
+      return add(carry, q, part, values, positions, i * block)
 
-    zero = jnp.zeros((*q.shape[:-1], 1), jnp.float32)
     blocks = jnp.minimum(jnp.max(positions) // block + 1, S // block)
     first = 0
     if window:
       first = jnp.maximum(jnp.min(positions) - window + 1, 0) // block
-    start = zero - jnp.inf, zero, jnp.zeros(q.shape, jnp.float32)
-    _, total, o = jax.lax.fori_loop(first, blocks, step, start)
+    _, total, o = lax.fori_loop(first, blocks, step, _nothing(q))
   o = o / total  # last: H numbers a head rather than S
   return o.astype(v.dtype).transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
+
+
+def _nothing(q):
+  """(maximum, sum of weights, of values) of no positions."""
+  zero = jnp.zeros((*q.shape[:-1], 1), jnp.float32)
+  return zero - jnp.inf, zero, jnp.zeros(q.shape, jnp.float32)
+
+
+def _by_row(add, q, k, v, positions, window, time, slots):
+  """Sums of weights and values: `add` for the blocks that each row sees.
+
+  Rows are sorted by the number of these, so that those with an i-th block come
+  first; some are read together. Each has its blocks in ascending order, whoever
+  is beside it.
+  """
+  B, S, block = len(q), v.shape[2], block_size()
+  together = next(n for n in range(min(B, PART), 0, -1) if B % n == 0)
+  low = positions[:, 0] - window + 1 if window else jnp.zeros(B, jnp.int32)
+  first = jnp.maximum(low, 0) // block
+  count = jnp.minimum(positions[:, -1], S - 1) // block - first + 1
+  order = jnp.argsort(-count)
+  rows = [x[order] for x in (q, positions, slots, first)]
+
+  def part(i, p, carry):
+    cut = lambda x: lax.dynamic_slice_in_dim(x, p * together, together)
+    q, positions, slots, first = map(cut, rows)
+    at = (first + i) * block
+    keys, values = (
+      read(x, t, slots, at, block) for x, t in ((k, time), (v, 2))
+    )
+    new = add(map(cut, carry), q, keys, values, positions, at)
+    put = lambda x, y: lax.dynamic_update_slice_in_dim(x, y, p * together, 0)
+    return tuple(map(put, carry, new))
+
+  def column(i, carry):
+    parts = -(-jnp.sum(count > i) // together)
+    return lax.fori_loop(0, parts, functools.partial(part, i), carry)
+
+  sums = lax.fori_loop(0, jnp.max(count), column, _nothing(q))
+  back = jnp.argsort(order)
+  return [x[back] for x in sums[1:]]
 
 
 def _divided() -> bool:

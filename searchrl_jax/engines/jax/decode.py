@@ -5,8 +5,8 @@ V vocabulary, D model, N/K query/kv heads, G = N / K, H head dim, C columns
 and R rows of the vocabulary folded to [R, C].
 
 Every program has one fixed shape for a width, and no operation mixes rows, so
-the result of a row depends on that row alone (design 5.10). The caches
-(`engines.jax.caches`) are donated.
+the result of a row depends on that row alone (design 5.10), unless
+`Shape.exact` is False. The caches (`engines.jax.caches`) are donated.
 """
 
 import dataclasses
@@ -36,6 +36,8 @@ class Shape:
   chunk: int
   prefill_rows: int
   parts: int = 1  # of the slots, on different devices (sharding.parts)
+  # Calls have one size; else, one that follows what there is to compute.
+  exact: bool = True
 
   @property
   def widths(self) -> tuple[int, ...]:
@@ -58,6 +60,21 @@ class Shape:
     """Rows of a prefill call: about the same tokens at every width."""
     tokens = self.prefill_rows * 32 // self.parts
     return self.parts * max(1, tokens // max(width, 32))
+
+  def prefill_sizes(self, width: int) -> tuple[int, ...]:
+    """Rows that a prefill call may have, ascending."""
+    return self._sizes(self.rows(width), 4, 1)
+
+  @property
+  def decode_sizes(self) -> tuple[int, ...]:
+    """Slots that a decode call may have, ascending."""
+    return self._sizes(self.slots, 2, 4)
+
+  def _sizes(self, most: int, step: int, least: int) -> tuple[int, ...]:
+    sizes = [most]
+    while not self.exact and sizes[0] > least:
+      sizes.insert(0, max(least, -(-sizes[0] // step)))
+    return tuple(sizes)
 
 
 def fit(sizes: tuple[int, ...], n: int) -> int:
@@ -278,13 +295,15 @@ def decode(weights, caches, state, *, cfg, shape, mesh=None):
   cache), length int32 (tokens in the sequence), left int32 (tokens still
   wanted; 0 = an idle slot, whose rows are untouched), inv_temperature, top_p
   float32, top_k int32, greedy bool, seed uint32 [B, 2], stop_ids int32
-  [B, MAX_STOP_IDS] (-1 = none).
+  [B, MAX_STOP_IDS] (-1 = none). They are of all slots, or of those that
+  state['slot'], int32 [B], numbers.
 
   Returns caches, ids int32 [chunk, B], logps float32 [chunk, B], counts int32
   [B] (tokens sampled), and the steps that were run, int32 [1].
   """
   B, S, n = len(state['token']), kv.length(shape.max_len), shape.chunk
-  slots = jnp.arange(B)
+  some = state.get('slot')
+  slots = jnp.arange(B) if some is None else some
   positions = state['length'] + jnp.arange(n)[:, None]
   u = uniforms(jnp.broadcast_to(state['seed'], (n, B, 2)), positions)
 
@@ -301,7 +320,7 @@ def decode(weights, caches, state, *, cfg, shape, mesh=None):
 
       def attend(q, k, v, cache=cache, window=layer.window):
         new.append(kv.write(cfg, cache, slots, put, (k, v), mesh))
-        return kv.attend(cfg, q, *new[-1], at, window, mesh)
+        return kv.attend(cfg, q, *new[-1], at, window, mesh, some)
 
       x = decoder.block(p, cfg, x, layer.rope, attend, mesh)
     # Whole rows for the draw: its branches may contain no collective. Gathered
@@ -365,8 +384,7 @@ def prefill(weights, caches, ids, slots, start, lengths, *, cfg, fresh, mesh):
       if fresh:
         own = lengths, cfg.attention
         return attention.causal(q, k, v, *own, window=window)
-      rows = [c.at[slots].get(mode='clip') for c in new[-1]]
-      return kv.attend(cfg, q, *rows, at, window)
+      return kv.attend(cfg, q, *new[-1], at, window, slots=slots)
 
     x = decoder.block(p, cfg, x, layer.rope, attend, mesh)
   return new

@@ -63,14 +63,19 @@ def lanes(cfg: DecoderConfig, slots: int, mesh) -> int:
   last bits of its result; a lane has at least 32.
   """
   small = cfg.n_params * jnp.dtype(cfg.dtype).itemsize <= 2**25
-  alone = sharding.platform() == 'cpu' and (mesh is None or mesh.size == 1)
-  return 2 if alone and small and slots >= 64 and slots % 2 == 0 else 1
+  several = slots >= 64 and slots % 2 == 0
+  return 2 if _alone(mesh) and small and several else 1
+
+
+def _alone(mesh) -> bool:
+  """Whether there is one device, a CPU."""
+  return sharding.platform() == 'cpu' and (mesh is None or mesh.size == 1)
 
 
 def _indices(caches, slots, start):
-  """[R, 2]: (slot, first position) in this part of the caches."""
+  """Slots and first positions [R] in this part of the caches."""
   slots = sharding.own_rows(slots, len(caches[0][0]))
-  return jnp.stack([slots, jnp.full_like(slots, start)], -1)
+  return slots, jnp.full_like(slots, start)
 
 
 def _on_own_devices(f, mesh, caches, *args, out=0):
@@ -89,12 +94,7 @@ def read_piece(cfg, caches, slots, start, size, mesh):
 
     def one(cache, names):
       time = names.index('time')
-      shape = [1, *cache.shape[1:]]
-      shape[time] = size
-      numbers = lax.GatherDimensionNumbers((1, 2, 3), (0,), (0, time))
-      return sharding.total(
-        lax.gather(cache, at, numbers, tuple(shape), mode='fill', fill_value=0)
-      )
+      return sharding.total(kv.read(cache, time, *at, size, mode='fill'))
 
     pairs = [tuple(map(one, pair, kv.axes(cfg))) for pair in caches]
     return tuple(map(jnp.stack, zip(*pairs)))
@@ -107,7 +107,7 @@ def write_piece(cfg, caches, piece, slots, start, mesh):
   """Writes the result of `read_piece`, bit for bit; skips missing slots."""
 
   def write(caches, piece, slots, start):
-    at = _indices(caches, slots, start)
+    at = jnp.stack(_indices(caches, slots, start), -1)
 
     def one(cache, new, names):
       time = names.index('time')
@@ -129,6 +129,11 @@ class Device:
     # Slot s is row s // lanes of lane s % lanes, so that few sequences are
     # divided evenly too.
     slots, parts = shape.slots // self._lanes, sharding.parts(mesh, shape.slots)
+    require(
+      shape.exact or _alone(mesh),
+      'config.engine.exact=False is for one CPU, where idle slots cost as much '
+      'as active ones; use True here',
+    )
     shape = dataclasses.replace(shape, slots=slots, parts=parts)
     self._cfg, self._shape, self._mesh = cfg, shape, mesh
     self._pool = futures.ThreadPoolExecutor(self._lanes, 'jax_engine')
@@ -186,14 +191,31 @@ class Device:
 
     def run(lane):
       own = {k: v[lane :: self._lanes] for k, v in state.items()}
+      slots = self._slots(own['left'])
+      own = {k: v[slots] for k, v in own.items()}
+      if len(slots) < self._shape.slots:
+        own['slot'] = slots
       self._caches[lane], *out = self._programs.decode(
         self._weights, self._caches[lane], own
       )
-      return jax.device_get(out)
+      *some, steps = jax.device_get(out)
+      shapes = [(*x.shape[:-1], self._shape.slots) for x in some]
+      arrays = [np.zeros(s, x.dtype) for s, x in zip(shapes, some)]
+      for x, y in zip(arrays, some):
+        x[..., slots] = y
+      return *arrays, steps
 
     *arrays, steps = zip(*self._each_lane(run))
     merged = (np.stack(x, -1).reshape(*x[0].shape[:-1], -1) for x in arrays)
     return *merged, int(np.max(steps))
+
+  def _slots(self, left) -> np.ndarray:
+    """The slots of a lane that a call decodes, int32 [n], ascending.
+
+    Those that are active, and others up to one of `Shape.decode_sizes`.
+    """
+    n = decode.fit(self._shape.decode_sizes, np.count_nonzero(left))
+    return np.sort(np.argsort(left == 0, kind='stable')[:n]).astype(np.int32)
 
   def _each_lane(self, f) -> list:
     if self._lanes == 1:
@@ -227,16 +249,21 @@ class Device:
     p, shape, idle = self._programs, self._shape, decode.idle_state
     prefills = []
     for width in shape.widths:
-      args = self._arrays([], shape.rows(width), width)
-      prefills += [(program, args) for program in (p.fresh, p.extend)]
+      for rows in shape.prefill_sizes(width):
+        args = self._arrays([], rows, width)
+        prefills += [(program, args) for program in (p.fresh, p.extend)]
     held = self._weights, self._caches[0]
-    calls = [(p.decode, (*held, idle(shape.slots)))]
+    *fewer, slots = shape.decode_sizes
+    states = [idle(slots)]
+    states += [idle(n) | {'slot': np.arange(n, dtype=np.int32)} for n in fewer]
+    calls = [(p.decode, (*held, state)) for state in states]
     calls += [(program, (*held, *args)) for program, args in prefills]
     for width in shape.score_widths:
       ids = np.zeros((shape.rows(width), width), np.int32)
       calls.append((p.score, (self._weights, ids)))
     compiling.concurrently(program.lower(*args) for program, args in calls)
-    self.decode(idle(shape.slots * self._lanes))
+    for state in states:
+      self._caches[0], *_ = p.decode(self._weights, self._caches[0], state)
     for program, args in prefills:
       self._caches[0] = program(self._weights, self._caches[0], *args)
     none, box, plan = shape.slots * self._lanes, Box(1), Plan(0)  # no such slot
@@ -304,8 +331,9 @@ class Device:
     def run(lane):
       for (fresh, width), members in groups[lane].items():
         program = self._programs.fresh if fresh else self._programs.extend
-        rows = self._shape.rows(width)
-        for batch in self._deal(members, rows):
+        sizes = self._shape.prefill_sizes(width)
+        for batch in self._deal(members, sizes[-1]):
+          rows = decode.fit(sizes, len(batch))
           self._caches[lane] = program(
             self._weights, self._caches[lane], *self._arrays(batch, rows, width)
           )

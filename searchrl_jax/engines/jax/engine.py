@@ -6,6 +6,9 @@ slots of a lane (`device.lanes`), prefill at a row count and width from the
 row's own length, the random stream at (seed, position), and evicted prefixes
 come back from host memory bit for bit (see slots.py). Arrival order,
 concurrency, slots and evictions therefore have no effect (design 5.5, 5.10).
+With config.engine.exact=False a call has as few rows as hold what there is to
+compute (`decode.Shape`); their number may show in the last bits of log-probs,
+and by them in what is sampled.
 
 All methods belong to one thread, that of the event loop; device work runs in
 a worker thread, so that the loop stays responsive. The engine may be used from
@@ -57,9 +60,8 @@ class JaxEngine(core.Engine):
     self, model_cfg, params, tokenizer, config, mesh=None, folder=None
   ):
     del folder
-    shape = decode.Shape(
-      config.slots, config.max_len, config.chunk, config.prefill_rows
-    )
+    sizes = config.slots, config.max_len, config.chunk, config.prefill_rows
+    shape = decode.Shape(*sizes, exact=config.exact)
     names = _COUNTERS, 'decode prefill sync'
     super().__init__(model_cfg.vocab_size, tokenizer, config, *names)
     self.version = 0
