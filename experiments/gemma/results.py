@@ -33,7 +33,7 @@ import numpy as np
 from experiments import common
 from experiments.gemma import questions
 from experiments.gemma.rows import TRAINED
-from searchrl_jax import read, schema
+from searchrl_jax import schema
 from searchrl_jax.data import core as data
 from searchrl_jax.evaluate import files, grading
 from searchrl_jax.rewards import scores
@@ -132,7 +132,7 @@ def entries(arm: core.Arm, case: str, name: str, folder, short) -> list[dict]:
 
 def curve(run: pathlib.Path, metrics: Iterable[str]) -> dict[str, list]:
   """metric -> [[updates done, value]] of a run."""
-  steps = [json.loads(line) for line in (run / read.TRAIN).open()]
+  steps = [json.loads(line) for line in (run / 'metrics.jsonl').open()]
   return {
     name: [[s['step'] + 1, s[name]] for s in steps if s.get(name) is not None]
     for name in metrics
@@ -232,21 +232,16 @@ def compare(arms: Sequence[dict], marks: Marks) -> list[dict]:
 
 
 def plot(sweep: core.Sweep, record: Mapping, path: pathlib.Path) -> None:
-  """The curves of what was trained; what was not is a line."""
-  arms: dict[str, dict] = {}
-  for arm in sweep.arms:
-    runs = record['curves'].get(arm.name, {})
-    scored = [
-      a['em']
-      for a in record['arms']
-      if (a['arm'], a['set'], a['evaluation']) == (arm.name, 'dev', 'after')
-    ]
-    if runs or (scored and not arm.train):
-      level = {'eval/em': {'mean': np.mean(scored)}} if scored else {}
-      seeds = {case: {'curve': curve} for case, curve in runs.items()}
-      seeds = seeds or {'0': {'curve': {}}}
-      arms[arm.name] = {'seeds': seeds, 'mean': {'after': level}}
-  if record['curves']:
+  """The curves of what was trained, on 200 of the tuning questions."""
+  arms: dict[str, dict] = {
+    arm.name: {
+      'seeds': {case: {'curve': x} for case, x in runs.items()},
+      'mean': {},
+    }
+    for arm in sweep.arms
+    if (runs := record['curves'].get(arm.name))
+  }
+  if arms:
     figures.plot(sweep.curves, arms, path)
 
 
