@@ -35,6 +35,8 @@ from searchrl_jax.types import (
 )
 from tests.conftest import ROOT
 
+pytestmark = pytest.mark.slow
+
 
 def config(**log):
   c = schema.base()
@@ -460,8 +462,6 @@ def test_fields_that_may_differ_are_noted(tmp_path):
 HOLDS = """
 import fcntl, sys, time
 from searchrl_jax.store import folders
-
-pytestmark = pytest.mark.slow
 def flock(*_):
   raise OSError(int(sys.argv[2]), 'No locks available')
 if int(sys.argv[2]):

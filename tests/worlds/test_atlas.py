@@ -23,6 +23,8 @@ from searchrl_jax.types import Passage
 from searchrl_jax.worlds import atlas, atlas_traces, microworld
 from tests.conftest import ROOT
 
+pytestmark = pytest.mark.slow
+
 SMALL = dict(train=100, heldout=60, known=20)
 RELATION = {
   word: relation
@@ -223,7 +225,6 @@ def test_the_same_in_another_process(world, traces):
 import hashlib
 from searchrl_jax.worlds import atlas, atlas_traces
 
-pytestmark = pytest.mark.slow
 world = atlas.generate(3, **{SMALL})
 traces = atlas_traces.traces(
   world_seed=3, mix='even', worlds=2, n=1200, people=60, **{SMALL})
