@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from searchrl_jax.devices import sharding
+from searchrl_jax.engines.core import require
 from searchrl_jax.engines.jax import live
 from searchrl_jax.models import attention
 from searchrl_jax.models.decoder import DecoderConfig
@@ -58,8 +59,17 @@ def axes(cfg: DecoderConfig) -> tuple[tuple[str, ...], tuple[str, ...]]:
   return ('batch', 'kv_heads', 'head_dim', 'time'), values
 
 
+def require_known(cfg: DecoderConfig) -> None:
+  """Raises EngineError for a model whose layers have no cache here."""
+  what = f'family {cfg.family} has delta nets, whose states it does not keep'
+  require(
+    not cfg.delta, f"config.engine.module='jax': {what}; use another model"
+  )
+
+
 def abstract(cfg: DecoderConfig, slots: int, max_len: int, mesh=None) -> list:
   """Shapes and shardings of the result of `make`."""
+  require_known(cfg)
   sizes = {'batch': slots, 'kv_heads': cfg.n_kv_heads}
   sizes |= {'time': length(max_len), 'head_dim': cfg.head_dim}
 

@@ -303,7 +303,7 @@ def decode(weights, caches, state, *, cfg, shape, mesh=None):
         new.append(kv.write(cfg, cache, slots, put, (k, v), mesh))
         return kv.attend(cfg, q, *new[-1], at, window, mesh)
 
-      x = decoder.block(p, cfg, x, layer.rope, attend, mesh)
+      x = decoder.block(p, cfg, x, layer, attend, mesh)
     # Whole rows for the draw: its branches may contain no collective. Gathered
     # are the logits: without the first constraint XLA gathers the head.
     logits = finish(weights, cfg, x[:, 0])
@@ -368,7 +368,7 @@ def prefill(weights, caches, ids, slots, start, lengths, *, cfg, fresh, mesh):
       rows = [c.at[slots].get(mode='clip') for c in new[-1]]
       return kv.attend(cfg, q, *rows, at, window)
 
-    x = decoder.block(p, cfg, x, layer.rope, attend, mesh)
+    x = decoder.block(p, cfg, x, layer, attend, mesh)
   return new
 
 
@@ -381,7 +381,7 @@ def score(weights, ids, *, cfg, mesh=None):
     attend = functools.partial(
       attention.causal, kernel=cfg.attention, window=layer.window
     )
-    x = decoder.block(p, cfg, x, layer.rope, attend, mesh)
+    x = decoder.block(p, cfg, x, layer, attend, mesh)
   targets = jnp.pad(ids[:, 1:], ((0, 0), (0, 1))).reshape(-1)
   x = x.reshape(R * W, -1)
 

@@ -30,6 +30,7 @@ PIECE = 256
 
 def bytes_per_token(cfg: DecoderConfig) -> int:
   """Of keys and values, in all layers."""
+  kv.require_known(cfg)
   numbers = 2 * cfg.n_layers * cfg.n_kv_heads * cfg.head_dim
   return numbers * jnp.dtype(cfg.dtype).itemsize
 
