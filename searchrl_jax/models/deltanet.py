@@ -171,6 +171,28 @@ def chunked(q, k, v, g, beta, segments, state=None):
   return out[:, :T], state.reshape(B, V, H, E)
 
 
+def written(state, k, u, g):
+  """The state [B, V, H, E] after a token that writes u [B, V, E] at k [B, K, H]
+  and has the decay g [B, V]."""
+  k = jnp.repeat(k, u.shape[1] // k.shape[1], axis=1)
+  decay = jnp.exp(g)[..., None, None]
+  return decay * state + k[..., None] * u[:, :, None]
+
+
+def step(q, k, v, g, beta, state):
+  """One token: outputs float32 [B, V, E], u, and the state after it.
+
+  Arguments: those of `chunked`, without T. The state is read once for both
+  sums over it, before it decays: o = S^T q + (k q) u.
+  """
+  decay = jnp.exp(g)[..., None]
+  wide = lambda x: jnp.repeat(x, v.shape[1] // x.shape[1], axis=1)
+  of_q, of_k = (decay * jnp.sum(wide(x)[..., None] * state, -2) for x in (q, k))
+  u = beta[..., None] * (v - of_k)
+  near = wide(jnp.sum(q * k, -1, keepdims=True))
+  return of_q + near * u, u, written(state, k, u, g)
+
+
 def causal(s: Sizes, w, x, g, beta, positions, segments, mesh=None):
   """Outputs [B, T, V, E], in x's dtype, of whole sequences.
 

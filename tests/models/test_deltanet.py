@@ -10,8 +10,6 @@ import pytest
 
 from searchrl_jax import lookup
 from searchrl_jax.devices import sharding
-from searchrl_jax.engines import core
-from searchrl_jax.engines.jax import caches, device
 from searchrl_jax.engines.weights import published
 from searchrl_jax.models import attention, decoder, deltanet, families, flops
 from tests.learn import test_update as common
@@ -246,13 +244,6 @@ def test_what_is_not_supported_is_named(tmp_path):
   p = decoder.init_params(CFG, jax.random.key(0))
   with pytest.raises(lookup.ConfigError, match='config.batch.prefix_tokens=0'):
     decoder.hidden_states(p, CFG, ids, tree=tree)
-  engine = common.schema.base().engine
-  for call in (
-    lambda: device.room(CFG, engine),
-    lambda: caches.abstract(CFG, 1, 8),
-  ):
-    with pytest.raises(core.EngineError, match="'jax': family qwen3_5_text"):
-      call()
   with pytest.raises(ValueError, match="'vllm': family qwen3_5_text"):
     published.write_serving_folder(
       tmp_path, families.fields(CFG), tmp_path, 'float32'
