@@ -107,8 +107,9 @@ WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
 ONE_PART := --xla_cpu_parallel_codegen_split_count=1
 TEST_XLA_FLAGS := --xla_backend_optimization_level=0 \
   --xla_cpu_use_fusion_emitters=false $(ONE_PART)
-OPTIMIZED := tests/engines/test_jax_engine.py tests/learn/test_entropy.py \
-  tests/loop/test_mismatch.py tests/retrieval/test_encoder.py
+OPTIMIZED := tests/engines/test_jax_engine.py tests/engines/test_states.py \
+  tests/learn/test_entropy.py tests/loop/test_mismatch.py \
+  tests/retrieval/test_encoder.py
 # Tests run on the CPU, whatever the machine has.
 test test-long test-quick fuzz test-parity test-agents test-cluster test-runbook test-notebooks \
   notebooks test-sidecar test-aot: export JAX_PLATFORMS ?= cpu

@@ -33,7 +33,7 @@ from searchrl_jax.engines.core import Sampling
 from searchrl_jax.engines.jax import caches as kv
 from searchrl_jax.engines.jax import decode
 from searchrl_jax.engines.jax.engine import JaxEngine
-from searchrl_jax.models import decoder
+from searchrl_jax.models import decoder, products
 from searchrl_jax.types import Prompt
 
 ROWS, PROMPT, NEW = 64, 64, 64
@@ -114,12 +114,12 @@ def bare(cfg: decoder.DecoderConfig) -> Callable[[], float]:
   def loop(weights, caches, x):
     def step(_, x):
       for p, cache in zip(weights['layers'], caches):
-        q, k, v = (decoder.dense(x, p[name]) for name in 'qkv')
+        q, k, v = (products.dense(x, p[name]) for name in 'qkv')
         o = kv.attend(cfg, q, *cache, last)
         o = o + jnp.repeat(k + v, cfg.n_heads // cfg.n_kv_heads, 2)
-        x = x + decoder.dense(o, p['o'], 2)
-        h = decoder.dense(x, p['gate']) * decoder.dense(x, p['up'])
-        x = x + decoder.dense(h, p['down'])
+        x = x + products.dense(o, p['o'], 2)
+        h = products.dense(x, p['gate']) * products.dense(x, p['up'])
+        x = x + products.dense(h, p['down'])
       return x + decoder.logits(weights, cfg, x)[..., : cfg.d_model]
 
     return jax.lax.fori_loop(0, NEW, step, x)

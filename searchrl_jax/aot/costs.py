@@ -62,7 +62,8 @@ def of_run(config, cfg, mesh, working: int | None = None) -> Costs:
   plan = {'trajectories in flight in a process, at most': f'{flying:,}'}
   steps = 1 + r.max_staleness
   if engine.module == 'jax':
-    cache = caches.abstract(own_cfg, engine.slots, engine.max_len, here)
+    sizes = engine.slots, engine.max_len, here, engine.chunk
+    cache = caches.abstract(own_cfg, *sizes)
     name = f'engine: cache, {engine.slots} slots x {engine.max_len} tokens'
     rows['engine: weights'] = nbytes(decode.abstract(own_cfg, here))
     rows[name] = nbytes(cache)

@@ -141,20 +141,24 @@ def _sampler(engine, cfg, mesh) -> Iterator[Program]:
     engine.slots, engine.max_len, engine.chunk, engine.prefill_rows, parts
   )
   jitted = decode.programs(cfg, shape, mesh)
-  cache = caches.abstract(cfg, engine.slots, engine.max_len, mesh)
+  sizes = engine.slots, engine.max_len, mesh, engine.chunk
+  cache = caches.abstract(cfg, *sizes)
+  pairs = {i: x for i, x in enumerate(cache) if i not in cfg.delta_layers}
   S = caches.length(engine.max_len)
   # Sequences of all lengths up to twice the average: the last position of each.
   last = np.arange(round(2 * CONTEXT * engine.max_len))
 
+  values = next(iter(pairs.values()))[1]
+
   def reads(op: str) -> float:
     found = re.search(rf'{live.NAME}(\d+)', op)
-    return live.share(last, int(found[1]), cache[0][1]) if found else 1.0
+    return live.share(last, int(found[1]), values) if found else 1.0
 
   held = decode.abstract(cfg, mesh), cache
   blocks = S // caches.block_size()
   width = shape.widths[-1]
   one = np.zeros(shape.rows(width), np.int32)
-  rows = np.zeros((len(one), width), np.int32), one, one, one
+  rows = np.zeros((len(one), width), np.int32), one, one, one, one
   for name, program, unknown, *arguments in (
     ('decode', jitted.decode, 1, decode.idle_state(engine.slots)),
     (f'prefill/{width}', jitted.fresh, 1, *rows),
@@ -167,7 +171,7 @@ def _sampler(engine, cfg, mesh) -> Iterator[Program]:
     if any(live.NAME in i.op for i in found.hlo.instructions()):
       found.context = np.mean(last + 1)
     if name == 'decode':
-      for i, pair in enumerate(cache):
+      for i, pair in pairs.items():
         seen = np.mean(np.minimum(last + 1, cfg.window_of(i) or S))
         found.idle += (1 - seen / S) * costs.nbytes(pair)
       if not cfg.tied:

@@ -33,6 +33,7 @@ RULES = {
   'kv_heads': ('tensor',),
   'head_dim': (),
   'mlp': ('tensor',),
+  'channels': ('tensor',),  # of a convolution
   'norm': (),
   'rank': (),  # of an adapter
   None: (),

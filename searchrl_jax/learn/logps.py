@@ -73,7 +73,7 @@ def _whole(rows, dtype, mesh):
 
 def _logits(x, rows, temperature, mesh):
   """float32 [S, C, ways, Vb] of rows [ways, Vb, D]."""
-  # Two axes, not three: see `decoder.dense`.
+  # Two axes, not three: see `products.dense`.
   flat = x.reshape(-1, x.shape[-1])
   table = rows.reshape(-1, rows.shape[-1])
   z = attention.einsum32('RD,VD->RV', flat, table)

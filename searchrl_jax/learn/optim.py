@@ -71,12 +71,12 @@ def name(path) -> str:
 
 
 def decayed(params):
-  """True for matrices, False for norms and biases, in the params' tree.
+  """True for matrices, False for norms, biases and decays, in params' tree.
 
   By name: layers are stacked, so a norm has two axes and a bias three.
   """
   return jax.tree.map_with_path(
-    lambda path, _: not name(path).endswith(('norm', 'bias')), params
+    lambda path, _: not name(path).endswith(('norm', 'bias', 'log')), params
   )
 
 

@@ -1,13 +1,15 @@
-"""One decoder for Qwen2/2.5/3, Llama 2/3.x and Gemma 3.
+"""One decoder for Qwen2/2.5/3/3.5, Llama 2/3.x and Gemma 3.
 
 Axis letters: B sequences, T query tokens, S key tokens, V vocabulary, D model,
 N/K query/kv heads, H head dim, F feed-forward, L layers.
 
 The parameters are a nested dict of arrays, layers stacked on a leading L (so
-that training scans over them). `block` is the one definition of a layer:
-training and the sampler differ in the `attend` function that they pass to it
-(full causal, or through a cache). What a family fixes is in `families.Family`;
-layers of one model may differ in their window and RoPE (`Layer`).
+that training scans over them); where layers differ in their parameters, those
+that have one are stacked. `block` is the one definition of a layer: training
+and the sampler differ in the `mix` function that they pass to it (of whole
+sequences, or through a cache). What a family fixes is in `families.Family`;
+layers of one model may differ in their window and RoPE, or be delta nets
+(`Layer`).
 """
 
 from collections.abc import Callable
@@ -23,7 +25,8 @@ import jax.numpy as jnp
 
 from searchrl_jax import lookup
 from searchrl_jax.devices import sharding
-from searchrl_jax.models import attention, families, rotary
+from searchrl_jax.models import attention, deltanet, families, remat, rotary
+from searchrl_jax.models.products import dense
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +39,7 @@ class Lora:
 
   rank: int
   alpha: float
-  targets: tuple[str, ...]  # of PROJECTIONS
+  targets: tuple[str, ...]  # of `projections`
   dtype: str  # of the frozen parameters; A and B are float32
 
   @property
@@ -46,6 +49,7 @@ class Lora:
 
 # Of a layer: name -> leading axes of its matrix that are its input.
 PROJECTIONS = {n: 1 + (n == 'o') for n in 'q k v o gate up down'.split()}
+_OF_DELTA = {f'delta_{n}': 1 + (n == 'o') for n in 'qkv z b a o'.split()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,11 +60,13 @@ class DecoderConfig:
     family: a key of `families.FAMILIES`.
     query_scale: of the queries, beside 1 / sqrt(head_dim).
     window: tokens that a local layer attends to, itself included.
-    global_every: of so many layers the last is global and the others are local;
-      1: all are global.
+    global_every: of so many layers the last is global and the others are local,
+      or delta nets; 1: all are global.
     local_theta: RoPE of local layers, which have no rope_scaling.
+    rotary_dim: leading numbers of a head that RoPE rotates; 0: all.
+    delta: sizes of the delta nets, where there are any.
     dtype: of activations; logits are always float32.
-    remat: 'none' or a key of REMAT.
+    remat: 'none' or a key of `remat.SAVED`.
     scan_unroll: layers unrolled in each step of the scan.
     attention: auto, xla, cudnn, splash.
   """
@@ -81,6 +87,8 @@ class DecoderConfig:
   window: int = 0
   global_every: int = 1
   local_theta: float = 10_000.0
+  rotary_dim: int = 0
+  delta: deltanet.Sizes | None = None
   dtype: str = 'float32'
   remat: str = 'none'
   scan_unroll: int = 1
@@ -100,41 +108,33 @@ class DecoderConfig:
     """The window of a layer; 0: it is global."""
     return self.window if (layer + 1) % self.global_every else 0
 
+  def layers_with(self, name: str) -> list[int]:
+    """The layers that have the parameter `layers/name`, in its order."""
+    return families.layers_with(families.fields(self), name)
+
+  @property
+  def delta_layers(self) -> list[int]:
+    """The layers that are delta nets."""
+    return self.layers_with('delta_o') if self.delta else []
+
   @property
   def n_params(self) -> int:
     return sum(math.prod(s) for s, _ in param_table(self).values())
 
 
-# What a backward pass finds saved of a layer besides its input, by the names
-# that `block` gives; the rest is computed again. From the least memory to the
-# most; 'none' saves everything.
-REMAT = {
-  'block': (),
-  'attention': ('attention',),
-  'mlp': ('mlp',),
-  'matmuls': ('attention', 'mlp'),
-}
-
-
-def _saved(names: tuple[str, ...]) -> Callable[..., bool]:
-  """The policy of `jax.checkpoint` that saves values of these names."""
-  named = jax.checkpoint_policies.save_only_these_names(*names)
-
-  def policy(primitive, *avals, **params):
-    # cuDNN's kernel returns what its gradient needs, which has no name.
-    kernel = primitive.name.startswith('dot_product_attention_fwd')
-    return kernel and 'attention' in names or named(primitive, *avals, **params)
-
-  return policy
+def projections(cfg: DecoderConfig) -> dict[str, int]:
+  """Of a model's layers: name -> leading axes that are the matrix's input."""
+  return PROJECTIONS | (_OF_DELTA if cfg.delta else {})
 
 
 def param_table(cfg: DecoderConfig) -> dict[str, tuple[tuple, tuple]]:
   """Every parameter: 'path/with/slashes' -> (shape, logical axes)."""
-  L, D, F = cfg.n_layers, cfg.d_model, cfg.d_ff
+  D, F = cfg.d_model, cfg.d_ff
   N, K, H = cfg.n_heads, cfg.n_kv_heads, cfg.head_dim
+  own = H * (1 + cfg.traits.gated_attention)  # a query, and its gate
   layers = {
     'attn_norm': ((D,), ('norm',)),
-    'q': ((D, N, H), ('embed', 'heads', 'head_dim')),
+    'q': ((D, N, own), ('embed', 'heads', 'head_dim')),
     'k': ((D, K, H), ('embed', 'kv_heads', 'head_dim')),
     'v': ((D, K, H), ('embed', 'kv_heads', 'head_dim')),
     'o': ((N, H, D), ('heads', 'head_dim', 'embed')),
@@ -149,14 +149,18 @@ def param_table(cfg: DecoderConfig) -> dict[str, tuple[tuple, tuple]]:
     layers |= {f'{n}_norm': ((H,), ('norm',)) for n in 'qk'}
   if cfg.traits.post_norms:
     layers |= {f'{n}_post_norm': ((D,), ('norm',)) for n in ('attn', 'mlp')}
+  if cfg.delta:
+    layers |= deltanet.table(cfg.delta, D)
   if cfg.lora:
+    inputs, r = projections(cfg), cfg.lora.rank
     for name in cfg.lora.targets:
-      (shape, axes), n, r = layers[name], PROJECTIONS[name], cfg.lora.rank
+      (shape, axes), n = layers[name], inputs[name]
       layers[f'{name}_lora_a'] = ((*shape[:n], r), (*axes[:n], 'rank'))
       layers[f'{name}_lora_b'] = ((r, *shape[n:]), ('rank', *axes[n:]))
   table = {'embed': ((cfg.vocab_size, D), ('vocab', 'embed'))}
   for name, (shape, axes) in layers.items():
-    table[f'layers/{name}'] = ((L, *shape), ('layers', *axes))
+    if n := len(cfg.layers_with(name)):
+      table[f'layers/{name}'] = ((n, *shape), ('layers', *axes))
   table['final_norm'] = ((D,), ('norm',))
   if not cfg.tied:
     table['head'] = ((D, cfg.vocab_size), ('embed', 'vocab'))
@@ -216,21 +220,25 @@ def init_params(
   """Initial parameters: normal(scale), factors of norms 1, biases 0; no
   adapters.
 
-  `o` and `down` are divided by sqrt(2 L), as GPT-2 does. embed_scale (of the
-  embedding and an untied head) defaults to `scale`.
+  Those of delta nets are `deltanet.initial`. `o` and `down` are divided by
+  sqrt(2 L), as GPT-2 does. embed_scale (of the embedding and an untied head)
+  defaults to `scale`.
   """
   small = scale / math.sqrt(2 * cfg.n_layers)
   embed = scale if embed_scale is None else embed_scale
-  scales = {'o': small, 'down': small, 'embed': embed, 'head': embed}
+  scales = {'o': small, 'delta_o': small, 'down': small}
+  scales |= {'embed': embed, 'head': embed}
   flat = {}
   table = param_table(dataclasses.replace(cfg, lora=None))
   for i, (path, (shape, _)) in enumerate(table.items()):
-    name = path.rsplit('/', 1)[-1]
-    if name.endswith(('norm', 'bias')):
+    name, own = path.rsplit('/', 1)[-1], jax.random.fold_in(key, i)
+    if (value := deltanet.initial(name, own, shape)) is not None:
+      flat[path] = value.astype(dtype)
+    elif name.endswith(('norm', 'bias')):
       one = 1.0 - cfg.traits.norm_offset
       flat[path] = jnp.full(shape, one * name.endswith('norm'), dtype)
     else:
-      normal = jax.random.normal(jax.random.fold_in(key, i), shape, dtype)
+      normal = jax.random.normal(own, shape, dtype)
       flat[path] = scales.get(name, scale) * normal
   return nest(flat)
 
@@ -264,65 +272,26 @@ class Layer(NamedTuple):
 
   window: int  # 0: it is global
   rope: tuple[jax.Array, jax.Array]  # `rotary.tables`
+  delta: bool  # whether it is a delta net, which has no use for the others
 
 
 def layers_of(cfg: DecoderConfig, positions) -> list[Layer]:
   """Every layer, at these positions; layers of one kind share their tables."""
   windows = [cfg.window_of(i) for i in range(cfg.n_layers)]
-  kinds = {
-    w: Layer(w, rotary.tables(cfg, positions, w > 0)) for w in {*windows}
-  }
-  return [kinds[w] for w in windows]
-
-
-def dense(x, w, contract: int = 1):
-  """x [B, T, *I] times w [*I, *O] -> [B, T, *O]; I has `contract` axes.
-
-  In the precision of x. The gradient of a float32 w is summed up in float32,
-  over devices too, whatever x is (design 5.8).
-  """
-  product = _product if w.dtype == x.dtype else _half_product
-  return product(x, w, contract)
-
-
-def _product(x, w, contract):
-  # As one product of two matrices: XLA's CPU backend takes 1.7 times as long
-  # over [B, T, I] as over [B T, I].
-  I = math.prod(w.shape[:contract])
-  y = jnp.einsum('RI,IO->RO', x.reshape(-1, I), w.reshape(I, -1))
-  return y.reshape(*x.shape[:2], *w.shape[contract:])
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _half_product(x, w, contract):
-  return _product(x, w.astype(x.dtype), contract)
-
-
-def _half_product_bwd(contract, saved, g):
-  x, half = saved
-  I = math.prod(half.shape[:contract])
-  flat, g = x.reshape(-1, I), g.reshape(-1, half.size // I)
-  dx = jnp.einsum('RO,IO->RI', g, half.reshape(I, -1))
-  dw = jnp.einsum('RI,RO->IO', flat, g, preferred_element_type=jnp.float32)
-  return dx.reshape(x.shape), dw.reshape(half.shape)
-
-
-def _half_product_fwd(x, w, contract):
-  half = w.astype(x.dtype)  # one value, so that it is gathered once
-  return _product(x, half, contract), (x, half)
-
-
-_half_product.defvjp(_half_product_fwd, _half_product_bwd)
+  ropes = {w: rotary.tables(cfg, positions, w > 0) for w in {*windows}}
+  nets = cfg.delta_layers
+  return [Layer(w, ropes[w], i in nets) for i, w in enumerate(windows)]
 
 
 def project(p: dict, cfg: DecoderConfig, x, name: str):
   """x [B, T, *I] through a projection of a layer, with adapter and bias."""
-  y = dense(x, p[name], PROJECTIONS[name])
+  inputs = projections(cfg)[name]
+  y = dense(x, p[name], inputs)
   if cfg.lora and name in cfg.lora.targets:
     if sharding.platform() == 'gpu':
       # Else XLA makes one product of both, and copies the frozen matrix for it.
       x = jax.lax.optimization_barrier(x)
-    low = dense(x, p[f'{name}_lora_a'], PROJECTIONS[name])
+    low = dense(x, p[f'{name}_lora_a'], inputs)
     y = y + cfg.lora.scale * dense(low, p[f'{name}_lora_b'])
   if cfg.traits.qkv_bias and name in 'qkv':
     y = y + p[f'{name}_bias'].astype(y.dtype)
@@ -335,17 +304,14 @@ ACTIVATIONS = {
 }
 
 
-def block(p: dict, cfg: DecoderConfig, x, rope, attend: Callable, mesh=None):
-  """One layer. p: this layer's parameters (no L). x [B, T, D].
-
-  rope: `Layer.rope`.
-  attend(q [B, T, N, H], k [B, T, K, H], v [B, T, K, H]) -> [B, T, N, H]; it
-  may also write k and v to a cache.
-  """
-  traits = cfg.traits
-  h = norm(cfg, x, p['attn_norm'])
+def _attention(p: dict, cfg: DecoderConfig, h, rope, mix: Callable, mesh):
+  """What attention adds to the residual stream, before a post-norm."""
   q, k, v = (project(p, cfg, h, name) for name in 'qkv')
-  if traits.qk_norm:
+  gate = None
+  if cfg.traits.gated_attention:
+    q, gate = jnp.split(q, 2, -1)
+    gate = checkpoint_name(gate, 'attention')
+  if cfg.traits.qk_norm:
     q, k = norm(cfg, q, p['q_norm']), norm(cfg, k, p['k_norm'])
   if cfg.query_scale != 1.0:
     q = q * jnp.asarray(cfg.query_scale, q.dtype)
@@ -354,16 +320,49 @@ def block(p: dict, cfg: DecoderConfig, x, rope, attend: Callable, mesh=None):
   k = sharding.constrain(k, mesh, 'batch', 'time', 'kv_heads', 'head_dim')
   v = sharding.constrain(v, mesh, 'batch', 'time', 'kv_heads', 'head_dim')
   q, k, v = (checkpoint_name(y, 'attention') for y in (q, k, v))
-  o = checkpoint_name(attend(q, k, v), 'attention')
-  o = project(p, cfg, o, 'o')
-  x = x + (norm(cfg, o, p['attn_post_norm']) if traits.post_norms else o)
+  o = checkpoint_name(mix(q, k, v), 'attention')
+  if gate is not None:
+    o = o * jax.nn.sigmoid(gate)
+  return project(p, cfg, o, 'o')
+
+
+def _delta_net(p: dict, cfg: DecoderConfig, h, mix: Callable):
+  """The same of a delta net."""
+  x, z, b, a = (
+    project(p, cfg, h, f'delta_{n}') for n in ('qkv', 'z', 'b', 'a')
+  )
+  x, z = (checkpoint_name(y, 'attention') for y in (x, z))
+  g, beta = deltanet.gates(a, b, p['delta_a_log'], p['delta_dt_bias'])
+  o = mix(p['delta_conv'], x, g, beta)
+  o = checkpoint_name(o, 'attention').astype(jnp.float32)
+  o = rms_norm(o, p['delta_norm'], cfg.norm_eps)
+  o = o * jax.nn.silu(z.astype(jnp.float32))
+  return project(p, cfg, o.astype(h.dtype), 'delta_o')
+
+
+def block(
+  p: dict, cfg: DecoderConfig, x, layer: Layer, mix: Callable, mesh=None
+):
+  """One layer. p: this layer's parameters (no L). x [B, T, D].
+
+  mix(q [B, T, N, H], k [B, T, K, H], v [B, T, K, H]) -> [B, T, N, H]; it
+  may also write k and v to a cache. Of a delta net: mix(w, x, g, beta), see
+  `deltanet.causal`.
+  """
+  h = norm(cfg, x, p['attn_norm'])
+  if layer.delta:
+    o = _delta_net(p, cfg, h, mix)
+  else:
+    o = _attention(p, cfg, h, layer.rope, mix, mesh)
+  post = cfg.traits.post_norms
+  x = x + (norm(cfg, o, p['attn_post_norm']) if post else o)
   h = norm(cfg, x, p['mlp_norm'])
   gate, up = (project(p, cfg, h, name) for name in ('gate', 'up'))
-  activation = ACTIVATIONS[traits.activation]
+  activation = ACTIVATIONS[cfg.traits.activation]
   h = activation(checkpoint_name(gate, 'mlp')) * checkpoint_name(up, 'mlp')
   h = sharding.constrain(h, mesh, 'batch', 'time', 'mlp')
   h = project(p, cfg, h, 'down')
-  x = x + (norm(cfg, h, p['mlp_post_norm']) if traits.post_norms else h)
+  x = x + (norm(cfg, h, p['mlp_post_norm']) if post else h)
   return sharding.constrain(x, mesh, 'batch', 'time', 'features')
 
 
@@ -398,14 +397,22 @@ def hidden_states(
     positions = packing.positions
   layers = layers_of(cfg, positions)
   how = dict(kernel=cfg.attention, packing=packing, mesh=mesh)
+  if cfg.delta:
+    why = 'a delta net has no prefix trees; set config.batch.prefix_tokens=0'
+    lookup.require(tree is None, f'{cfg.family}: {why}')
+    segments = jnp.zeros_like(ids) if starts is None else packing.segments
+    places = dict(positions=positions, segments=segments, mesh=mesh)
 
-  def apply(x, p, rope, window):
-    attend = functools.partial(attention.causal, window=window, **how)
-    return block(p, cfg, x, rope, attend, mesh)
+  def apply(x, p, rope, window, net):
+    if net:
+      mix = functools.partial(deltanet.causal, cfg.delta, **places)
+    else:
+      mix = functools.partial(attention.causal, window=window, **how)
+    return block(p, cfg, x, Layer(window, rope, net), mix, mesh)
 
   alone = apply
   if cfg.remat != 'none':
-    fields = dict(policy=_saved(REMAT[cfg.remat]), static_argnums=(3,))
+    fields = dict(policy=remat.policy(cfg.remat), static_argnums=(3, 4))
     alone = jax.checkpoint(apply, **fields)
     # Within a scan, nothing can be merged with what is computed again.
     apply = jax.checkpoint(apply, prevent_cse=False, **fields)
@@ -422,16 +429,17 @@ def _through(
   layers: list[Layer],
   longest: int,
 ):
-  """x after all layers; apply(x, p, rope, window) is one of them.
+  """x after all layers; apply(x, p, rope, window, delta) is one of them.
 
   alone: the same for a layer outside the scan.
 
   A scan over layers, in which RoPE may differ. A window within a sequence is a
-  constant of its kernel, so the scan is then over periods of `global_every`
-  layers, and layers after the last whole period follow it.
+  constant of its kernel, and a delta net has other parameters, so the scan is
+  then over periods of `global_every` layers, and layers after the last whole
+  period follow it.
   """
   L, P = cfg.n_layers, cfg.global_every
-  if not 0 < cfg.window < longest or P == 1:
+  if not (cfg.delta or 0 < cfg.window < longest) or P == 1:
     kinds = list(dict.fromkeys(layer.window for layer in layers))
     ropes = [next(y.rope for y in layers if y.window == w) for w in kinds]
     which = None
@@ -443,29 +451,33 @@ def _through(
       rope = ropes[0]
       if own is not None:
         rope = jax.tree.map(lambda a, b: jnp.where(own, b, a), *ropes)
-      return apply(x, p, rope, 0), None
+      return apply(x, p, rope, 0, False), None
 
     scanned = stacked, which
     return jax.lax.scan(step, x, scanned, unroll=cfg.scan_unroll)[0]
 
+  own = {name: cfg.layers_with(name) for name in stacked}
+
   def some(apply, x, ps, count):  # one by one, from the first of a period
     for i in range(count):
-      p = {name: value[i] for name, value in ps.items()}
-      x = apply(x, p, layers[i].rope, layers[i].window)
+      p = {k: v[own[k].index(i)] for k, v in ps.items() if i in own[k]}
+      x = apply(x, p, layers[i].rope, layers[i].window, layers[i].delta)
     return x
 
   n = L // P
+  # Of each stack, how many are in the whole periods.
+  whole = {k: sum(i < n * P for i in own[k]) for k in stacked}
   if n:
-    whole = {
-      k: v[: n * P].reshape(n, P, *v.shape[1:]) for k, v in stacked.items()
+    periods = {
+      k: v[: whole[k]].reshape(n, -1, *v.shape[1:]) for k, v in stacked.items()
     }
     x, _ = jax.lax.scan(
       lambda x, ps: (some(apply, x, ps, P), None),
       x,
-      whole,
+      periods,
       unroll=max(1, cfg.scan_unroll // P),
     )
-  rest = {k: v[n * P :] for k, v in stacked.items()}
+  rest = {k: v[whole[k] :] for k, v in stacked.items()}
   return some(alone, x, rest, L - n * P)
 
 

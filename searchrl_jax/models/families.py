@@ -21,6 +21,7 @@ class Family(NamedTuple):
     post_norms: norms after attention and feed-forward too, before the sums.
     norm_offset: the factor of a norm is this + its weight.
     scaled_embedding: embeddings are multiplied by sqrt(d_model).
+    gated_attention: `q` makes a gate too, which multiplies the heads' outputs.
     names: of tensors that differ from those of `hf_tensors`.
   """
 
@@ -33,6 +34,7 @@ class Family(NamedTuple):
   post_norms: bool = False
   norm_offset: float = 0.0
   scaled_embedding: bool = False
+  gated_attention: bool = False
   names: Mapping[str, tuple[str, int]] = {}
 
 
@@ -55,21 +57,34 @@ FAMILIES = {
       'mlp_post_norm': ('post_feedforward_layernorm.weight', 0),
     },
   ),
+  'qwen3_5_text': Family(
+    'Qwen3_5', qk_norm=True, head_dim=256, norm_offset=1.0, gated_attention=True
+  ),
 }
-GEMMA = 'gemma3_text'
+GEMMA, QWEN35 = 'gemma3_text', 'qwen3_5_text'
 # A model of text and images -> the family of its text.
-TEXT = {'gemma3': GEMMA}
-# What the published configs leave out: defaults of Gemma3TextConfig of
-# transformers.
+TEXT = {'gemma3': GEMMA, 'qwen3_5': QWEN35}
+# What the published configs leave out: defaults of Gemma3TextConfig and
+# Qwen3_5TextConfig of transformers.
 TEXT_DEFAULTS = {
-  'vocab_size': 262_208,
-  'hidden_size': 2304,
-  'intermediate_size': 9216,
-  'num_hidden_layers': 26,
-  'num_attention_heads': 8,
-  'num_key_value_heads': 4,
-  'head_dim': 256,
-  'sliding_window': 4096,
+  GEMMA: {
+    'vocab_size': 262_208,
+    'hidden_size': 2304,
+    'intermediate_size': 9216,
+    'num_hidden_layers': 26,
+    'num_attention_heads': 8,
+    'num_key_value_heads': 4,
+    'head_dim': 256,
+    'sliding_window': 4096,
+  },
+  QWEN35: {
+    'vocab_size': 248_320,
+    'hidden_size': 4096,
+    'intermediate_size': 12_288,
+    'num_hidden_layers': 32,
+    'num_attention_heads': 16,
+    'num_key_value_heads': 4,
+  },
 }
 # Sizes in `DecoderConfig` -> in config.json.
 SIZES = {
@@ -81,6 +96,17 @@ SIZES = {
   'head_dim': 'head_dim',
   'd_ff': 'intermediate_size',
 }
+# Sizes in `deltanet.Sizes` -> in config.json, and their defaults there.
+DELTA = {
+  'key_heads': ('linear_num_key_heads', 16),
+  'value_heads': ('linear_num_value_heads', 32),
+  'key_dim': ('linear_key_head_dim', 128),
+  'value_dim': ('linear_value_head_dim', 128),
+  'taps': ('linear_conv_kernel_dim', 4),
+}
+# Parameters that are float32 in checkpoints, frozen and in an engine, whatever
+# the others are.
+_FLOAT32 = ('delta_a_log', 'delta_norm')
 _ALIKE = dict(rope_theta=1e6, rms_norm_eps=1e-6, max_position_embeddings=32768)
 # Shapes of well-known models, for reports that need no checkpoint: fields of
 # a config.json, by the name that config.model.path takes where there is no
@@ -113,10 +139,28 @@ NAMED |= {
     ('gemma-3-4b', 8.0, 1024, 262208, 2560, 34, 8, 4, 256, 10240),
   )
 }
+NAMED |= {
+  name: {
+    'model_type': QWEN35,
+    'rms_norm_eps': 1e-6,
+    'max_position_embeddings': 262_144,
+    'rope_theta': 1e7,
+    'tie_word_embeddings': tied,
+    'linear_num_value_heads': value_heads,
+    **dict(zip(SIZES.values(), sizes)),
+  }
+  for name, tied, value_heads, *sizes in (
+    ('qwen3.5-0.8b', True, 16, 248320, 1024, 24, 8, 2, 256, 3584),
+    ('qwen3.5-2b', True, 16, 248320, 2048, 24, 8, 2, 256, 6144),
+    ('qwen3.5-4b', True, 32, 248320, 2560, 32, 16, 4, 256, 9216),
+    ('qwen3.5-9b', False, 32, 248320, 4096, 32, 16, 4, 256, 12288),
+    ('qwen3.5-27b', False, 48, 248320, 5120, 64, 24, 4, 256, 17408),
+  )
+}
 # The result of `hf_config.parse_config`: the architecture, not how it is run.
 _REST = (
   'family rope_theta rope_scaling norm_eps tied query_scale window '
-  'global_every local_theta'
+  'global_every local_theta rotary_dim delta'
 )
 FIELDS = (*SIZES, *_REST.split())
 # File names of tokenizers of every kind.
@@ -130,6 +174,23 @@ def fields(cfg) -> dict[str, Any]:
   """FIELDS of a `decoder.DecoderConfig`."""
   values = dataclasses.asdict(cfg)
   return {name: values[name] for name in FIELDS}
+
+
+def dtype_of(path: str, dtype: str) -> str:
+  """Of a parameter 'layers/q' or its name, where others are in `dtype`."""
+  return 'float32' if path.endswith(_FLOAT32) else dtype
+
+
+def layers_with(fields: Mapping[str, Any], name: str) -> list[int]:
+  """The layers that have a parameter, in the order of its stack.
+
+  fields: FIELDS. name: of the parameter, 'q' or 'delta_conv'.
+  """
+  layers, every = range(fields['n_layers']), fields['global_every']
+  mixer = name.split('_')[0]
+  if fields['delta'] and mixer in ('delta', 'q', 'k', 'v', 'o'):
+    return [i for i in layers if (mixer == 'delta') == bool((i + 1) % every)]
+  return [*layers]
 
 
 def copy_tokenizer(source, target) -> None:

@@ -4,11 +4,12 @@ Their quotient is the model FLOPs utilisation (MFU) of the log.
 """
 
 from collections.abc import Callable, Sequence
+import math
 
 import jax
 import numpy as np
 
-from searchrl_jax.models import decoder
+from searchrl_jax.models import decoder, lora
 from searchrl_jax.types import Batch
 
 # Dense bfloat16 peak, FLOP/s of one device, by jax's device_kind
@@ -56,10 +57,11 @@ def of_rows(cfg: decoder.DecoderConfig, lengths, loss_tokens: int) -> float:
   PaLM, arXiv 2204.02311, appendix B: 6 n for each parameter of the layers'
   matrices and token, 12 N H n^2 for the attention of a layer (causality not
   discounted; of a shorter window w: 2 n w - w^2 in place of n^2), and 6 D V for
-  each loss token, as the head runs on those alone. With adapters, 4 in place of
-  each 6: frozen matrices have no gradient, and the adapters' own products are
-  left out. Recomputation, padding and the optimizer are not counted. A forward
-  pass alone is a third.
+  each loss token, as the head runs on those alone. Of a delta net, 24 for each
+  token and number of the state, by the recurrence: its decay, two reads and a
+  write. With adapters, 4 in place of each 6: frozen matrices have no gradient,
+  and the adapters' own products are left out. Recomputation, padding and the
+  optimizer are not counted. A forward pass alone is a third.
   """
   n = np.asarray(lengths, np.float64)
 
@@ -73,9 +75,15 @@ def of_rows(cfg: decoder.DecoderConfig, lengths, loss_tokens: int) -> float:
 def _flops(cfg, tokens, pairs: Callable, loss_tokens) -> float:
   """pairs(window): pairs of tokens that attend, twice those that a causal
   mask lets through."""
-  D, H, each = cfg.d_model, cfg.head_dim, 4.0 if cfg.lora else 6.0
-  layer = D * H * (2 * cfg.n_heads + 2 * cfg.n_kv_heads) + 3 * D * cfg.d_ff
-  total = each * cfg.n_layers * layer * tokens
+  each, D, N = 4.0 if cfg.lora else 6.0, cfg.d_model, cfg.n_heads
+  table = decoder.shapes_of(decoder.param_table(lora.base(cfg)))
+  names = [*decoder.projections(cfg), 'delta_conv']
+  shapes = (table.get(f'layers/{name}', (0,)) for name in names)
+  total = each * sum(map(math.prod, shapes)) * tokens
   for i in range(cfg.n_layers):
-    total += 12 * cfg.n_heads * H * pairs(cfg.window_of(i) or np.inf)
+    if i not in cfg.delta_layers:
+      total += 12 * N * cfg.head_dim * pairs(cfg.window_of(i) or np.inf)
+  if s := cfg.delta:
+    state = s.value_heads * s.key_dim * s.value_dim
+    total += 24 * len(cfg.delta_layers) * state * tokens
   return float(total + each * D * cfg.vocab_size * loss_tokens)

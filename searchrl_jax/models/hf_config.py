@@ -7,8 +7,8 @@ are written (with equal content), because a reader of the other generation
 would silently use theta = 10000.
 
 A field is computed with (`_used`), or known to change nothing (`_IGNORED`, or
-`_NEUTRAL` at these values); every other one is an error that names it, because
-forks compute something else under the same `model_type`.
+`_NEUTRAL` and `_OWN` at these values); every other one is an error that names
+it, because forks compute something else under the same `model_type`.
 """
 
 from collections.abc import Iterable, Mapping
@@ -43,6 +43,14 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
   'final_logit_softcapping': (None,),
   'attn_logit_softcapping': (None,),
   'is_causal': (None, True),
+}
+# Those of fields that one family alone has.
+_OWN = {
+  families.QWEN35: {
+    'attn_output_gate': (None, True),
+    'output_gate_type': (None, 'swish'),
+    'mamba_ssm_dtype': (None, 'float32'),
+  }
 }
 # The field of the activation, and its values, by that of a family.
 _ACTIVATIONS = {
@@ -83,32 +91,45 @@ _IGNORED = frozenset(
 )
 _IDS = '_token_id', '_token_ids', '_token_index'
 # Of a model of text and images, beside its text.
-_IMAGES = 'text_config vision_config mm_tokens_per_image model_type'.split()
+_IMAGES = (
+  'text_config vision_config mm_tokens_per_image model_type language_model_only'
+).split()
 
 _FULL, _LOCAL = 'full_attention', 'sliding_attention'
+_LINEAR = 'linear_attention'
 # Numbers of `RopeScaling` that have the same name in a config.json, by kind.
 _SCALED = {
   'llama3': ('factor', 'low_freq_factor', 'high_freq_factor'),
   'linear': ('factor',),
 }
 _ORIGINAL, _OURS = 'original_max_position_embeddings', 'original_max_position'
+# Of so many layers the last is global; transformers writes back what it read as
+# the second.
+_PATTERN = 'sliding_window_pattern', '_sliding_window_pattern'
+_INTERVAL = 'full_attention_interval'
+_PARTIAL = 'partial_rotary_factor'
+# How RoPE counts the positions of images; those of text are plain.
+_MROPE = 'mrope_section', 'mrope_interleaved'
+# Layers that predict several tokens, which are left out.
+_MTP = 'mtp_num_hidden_layers', 'mtp_use_dedicated_embeddings'
 
 
 def _used(name: str) -> set[str]:
   """The fields of a config.json that a family computes with."""
-  own = 'use_sliding_window max_window_layers'
+  own = 'sliding_window use_sliding_window max_window_layers'.split()
   if name == families.GEMMA:
-    own = (
-      'query_pre_attn_scalar sliding_window_pattern _sliding_window_pattern '
-      'rope_local_base_freq'
-    )
+    own = 'sliding_window query_pre_attn_scalar rope_local_base_freq'.split()
+    own += _PATTERN
+  elif name == families.QWEN35:
+    own = [field for field, _ in families.DELTA.values()]
+    own += [*_OWN[name], *_MTP, _INTERVAL, _PARTIAL]
   shared = (
-    'model_type rms_norm_eps tie_word_embeddings layer_types sliding_window '
-    'rope_theta rope_scaling rope_parameters'
+    'model_type rms_norm_eps tie_word_embeddings layer_types rope_theta '
+    'rope_scaling rope_parameters'
   )
   activation, _ = _ACTIVATIONS[families.FAMILIES[name].activation]
   sizes = families.SIZES.values()
-  return {*sizes, *own.split(), *shared.split(), activation, _ORIGINAL}
+  return {*sizes, *own, *shared.split(), activation, _ORIGINAL}
 
 
 def _check_known(hf: Mapping[str, Any], name: str, used: Iterable[str]) -> None:
@@ -160,11 +181,13 @@ def parse_config(hf: Mapping[str, Any], strict: bool = True) -> dict[str, Any]:
   whole: Mapping[str, Any] = {}
   if name in families.TEXT:
     whole, name = hf, families.TEXT[name]
-    hf = families.TEXT_DEFAULTS | _object(hf, 'text_config')
+    hf = families.TEXT_DEFAULTS[name] | _object(hf, 'text_config')
   known = ', '.join([*families.FAMILIES, *families.TEXT])
   _require(name in families.FAMILIES, f'model_type={name!r}', known)
   family = families.FAMILIES[name]
-  limits = dict([*_NEUTRAL.items(), _ACTIVATIONS[family.activation]])
+  used = _used(name)
+  limits = {k: v for k, v in _NEUTRAL.items() if k not in used}
+  limits |= dict([_ACTIVATIONS[family.activation]]) | _OWN.get(name, {})
   for field, neutral in limits.items():
     for value in hf.get(field), whole.get(field):
       wanted = f'{neutral[-1]!r} or no such field'
@@ -175,7 +198,7 @@ def parse_config(hf: Mapping[str, Any], strict: bool = True) -> dict[str, Any]:
     wanted = 'true or false, and the same in text_config'
     _require(good, f'tie_word_embeddings={value!r}', wanted)
   if strict:
-    _check_known(hf, name, _used(name))
+    _check_known(hf, name, used)
     _check_known(whole, name, [*_IMAGES, 'tie_word_embeddings'])
   sizes: dict[str, int] = {}
   for size, field in families.SIZES.items():
@@ -186,12 +209,17 @@ def parse_config(hf: Mapping[str, Any], strict: bool = True) -> dict[str, Any]:
       value = family.head_dim or sizes['d_model'] // sizes['n_heads']
     sizes[size] = _count(value, field)
   local = {'window': 0, 'global_every': 1, 'local_theta': 1e4}
+  local |= {'rotary_dim': 0, 'delta': None}
   scale = 1.0
   if name == families.GEMMA:
-    local, hf = _local_layers(hf, sizes['n_layers'])
+    own, hf = _local_layers(hf, sizes['n_layers'])
+    local |= own
     field = 'query_pre_attn_scalar'
     scalar = _number(hf.get(field, 256), field)
     scale = math.sqrt(sizes['head_dim'] / scalar)
+  elif name == families.QWEN35:
+    own, hf = _delta_layers(hf, sizes)
+    local |= own
   else:
     _refuse_sliding_window(hf, name == 'llama', sizes['n_layers'])
   theta, scaling = _rope(hf)
@@ -252,6 +280,9 @@ def format_config(
   other = ['dtype', 'transformers_version']
   if name == families.GEMMA:
     out |= _local_fields(fields, rope)
+  elif name == families.QWEN35:
+    out |= _delta_fields(fields, rope)
+    other += _MTP
   else:
     out['mlp_bias' if name == 'llama' else 'use_sliding_window'] = False
     other.append('layer_types')
@@ -285,20 +316,32 @@ def _count(value: Any, field: str) -> int:
   return value
 
 
+def _types(every: int, n_layers: int, other: str) -> list[str]:
+  return [other if (i + 1) % every else _FULL for i in range(n_layers)]
+
+
+def _period(hf, n_layers: int, other: str, default: int, *names: str) -> int:
+  """Of so many layers the last sees all tokens, and the others are `other`.
+
+  names: of the field, as readers spell it.
+  """
+  found = [hf[name] for name in names if hf.get(name) is not None]
+  every = _count(found[0] if found else default, names[0])
+  types = [*(hf.get('layer_types') or ())]
+  if types:
+    every = types.index(_FULL) + 1 if _FULL in types else len(types) + 1
+  good = not types or types == _types(every, n_layers, other)
+  wanted = f'{_FULL} at equal distances, and {other}, of {n_layers} layers'
+  _require(good, f'layer_types={types}', wanted)
+  return every
+
+
 def _local_layers(hf: Mapping[str, Any], n_layers: int):
   """Gemma's local layers: fields of `DecoderConfig`, and the config that is
   left for its global ones."""
   theta = hf.get('rope_theta')
   hf = {**hf, 'rope_theta': 1e6 if theta is None else theta}
-  # transformers writes back what it read as the second.
-  every = hf.get('sliding_window_pattern', hf.get('_sliding_window_pattern'))
-  every = _count(6 if every is None else every, 'sliding_window_pattern')
-  found = [*(hf.get('layer_types') or ())]
-  if found:
-    every = found.index(_FULL) + 1 if _FULL in found else len(found) + 1
-  types = [_LOCAL if (i + 1) % every else _FULL for i in range(n_layers)]
-  good = not found or found == types
-  _require(good, f'layer_types={found}', f'{_FULL} at equal distances')
+  every = _period(hf, n_layers, _LOCAL, 6, *_PATTERN)
   field = 'rope_local_base_freq'
   theta = _number(hf.get(field, 1e4), field)
   window = _count(hf.get('sliding_window', 4096), 'sliding_window')
@@ -325,9 +368,51 @@ def _local_fields(fields: Mapping[str, Any], rope: Mapping[str, Any]):
     'query_pre_attn_scalar': round(scalar),
     'sliding_window': fields['window'],
     'sliding_window_pattern': every,
-    'layer_types': [_LOCAL if (i + 1) % every else _FULL for i in range(n)],
+    'layer_types': _types(every, n, _LOCAL),
     'rope_local_base_freq': fields['local_theta'],
     'rope_parameters': {_FULL: dict(rope), _LOCAL: own},
+  }
+
+
+def _delta_layers(hf: Mapping[str, Any], sizes: Mapping[str, int]):
+  """Delta nets and partial RoPE: fields of `DecoderConfig`, and the config that
+  is left."""
+  hf, factors = dict(hf), [hf.get(_PARTIAL)]
+  for field in ('rope_scaling', 'rope_parameters'):
+    rope = _object(hf, field)
+    factors.append(rope.get(_PARTIAL))
+    left = rope.keys() - {_PARTIAL, *_MROPE}
+    hf[field] = {name: rope[name] for name in left}
+  found = {x for x in factors if x is not None} or {0.25}
+  wanted = 'one number, wherever it stands'
+  _require(len(found) == 1, f'{_PARTIAL}={sorted(found)}', wanted)
+  factor, H = _number(found.pop(), _PARTIAL), sizes['head_dim']
+  rotary = int(H * factor)
+  good = 0 < rotary <= H and rotary % 2 == 0
+  _require(good, f'{_PARTIAL}={factor!r}', f'an even part of head_dim={H}')
+  delta = {}
+  for size, (field, default) in families.DELTA.items():
+    value = hf.get(field)
+    delta[size] = _count(default if value is None else value, field)
+  keys, values = delta['key_heads'], delta['value_heads']
+  wanted = f'a multiple of linear_num_key_heads={keys}'
+  _require(values % keys == 0, f'linear_num_value_heads={values}', wanted)
+  every = _period(hf, sizes['n_layers'], _LINEAR, 4, _INTERVAL)
+  return {'global_every': every, 'rotary_dim': rotary, 'delta': delta}, hf
+
+
+def _delta_fields(fields: Mapping[str, Any], rope: Mapping[str, Any]):
+  """The inverse."""
+  every = fields['global_every']
+  factor = (fields['rotary_dim'] or fields['head_dim']) / fields['head_dim']
+  sizes = {f: fields['delta'][s] for s, (f, _) in families.DELTA.items()}
+  return sizes | {
+    _INTERVAL: every,
+    'layer_types': _types(every, fields['n_layers'], _LINEAR),
+    _PARTIAL: factor,
+    'rope_parameters': {**rope, _PARTIAL: factor},
+    'attn_output_gate': True,
+    'mamba_ssm_dtype': 'float32',
   }
 
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 import dataclasses
 import math
 import re
+from typing import Any
 
 from searchrl_jax.models import families
 
@@ -17,7 +18,10 @@ _PREFIXES = {
   'language_model.': 'model.',
   **{f'{x}.': f'model.{x}.' for x in ('embed_tokens', 'layers', 'norm')},
 }
-_NOT_TEXT = re.compile(r'(model\.)?(vision_tower|multi_modal_projector)\.')
+# Images, and layers that predict several tokens.
+_NOT_TEXT = re.compile(
+  r'(model\.)?(vision_tower|multi_modal_projector|visual|mtp)\.'
+)
 # What torch.compile, data-parallel training and checkpointed activations put
 # between the parts of a name.
 _WRAPPERS = re.compile(
@@ -38,7 +42,7 @@ class Tensor:
   name: str  # 'model.layers.3.self_attn.q_proj.weight'
   shape: tuple[int, ...]  # of the checkpoint's tensor
   path: str  # 'layers/q'
-  layer: int | None  # index on the leading L of our array; None: not stacked
+  layer: int | None  # index on the leading axis of our array; None: not stacked
   ours: tuple[int, ...]  # our shape, without L
   n_in: int = 0
 
@@ -53,6 +57,7 @@ class Tensor:
     return x.reshape(self.shape[-1], -1).T
 
 
+_INPUTS = 'qkv', 'z', 'b', 'a'  # projections of a delta net
 # Our name -> (theirs, number of our leading axes that are their `in`).
 _NAMES = {
   'embed': ('model.embed_tokens.weight', 0),
@@ -61,6 +66,12 @@ _NAMES = {
   **{f'{x}_bias': (f'self_attn.{x}_proj.bias', 0) for x in 'qkv'},
   **{f'{x}_norm': (f'self_attn.{x}_norm.weight', 0) for x in 'qk'},
   'o': ('self_attn.o_proj.weight', 2),
+  **{f'delta_{x}': (f'linear_attn.in_proj_{x}.weight', 1) for x in _INPUTS},
+  'delta_conv': ('linear_attn.conv1d.weight', 0),
+  'delta_a_log': ('linear_attn.A_log', 0),
+  'delta_dt_bias': ('linear_attn.dt_bias', 0),
+  'delta_norm': ('linear_attn.norm.weight', 0),
+  'delta_o': ('linear_attn.out_proj.weight', 2),
   'mlp_norm': ('post_attention_layernorm.weight', 0),
   **{x: (f'mlp.{x}_proj.weight', 1) for x in ('gate', 'up', 'down')},
   'final_norm': ('model.norm.weight', 0),
@@ -73,7 +84,7 @@ _NAMES |= {
     n,
   )
   for x, (name, n_in) in [*_NAMES.items()]
-  if '_proj.weight' in name
+  if n_in and x != 'head'
   for kind, n in (('a', n_in), ('b', 1))
 }
 TIED_HEAD = 'lm_head.weight'  # may be present, equal to the embedding
@@ -89,26 +100,35 @@ def text_name(name: str) -> str:
 
 
 def table(
-  shapes: Mapping[str, tuple[int, ...]], family: str
+  shapes: Mapping[str, tuple[int, ...]], fields: Mapping[str, Any]
 ) -> dict[str, Tensor]:
   """Every tensor of a checkpoint by its name, in the order of the layers.
 
   Args:
-    family: of `families.FAMILIES`.
     shapes: our path -> shape, stacked, as `decoder.param_table` gives them:
       of the whole model, or of its layers alone.
+    fields: `families.FIELDS` of the model.
   """
-  stacked = [path for path in shapes if path.startswith('layers/')]
-  n_layers = shapes[stacked[0]][0]
+  layers = {
+    path: families.layers_with(fields, path.removeprefix('layers/'))
+    for path in shapes
+    if path.startswith('layers/')
+  }
   places: list[tuple[str, int | None]] = [('embed', None)] * ('embed' in shapes)
-  places += [(path, i) for i in range(n_layers) for path in stacked]
+  places += [
+    (path, i)
+    for i in range(fields['n_layers'])
+    for path, own in layers.items()
+    if i in own
+  ]
   places += [(p, None) for p in ('final_norm', 'head') if p in shapes]
-  names, out = {**_NAMES, **families.FAMILIES[family].names}, {}
+  names, out = {**_NAMES, **families.FAMILIES[fields['family']].names}, {}
   for path, layer in places:
     name, n_in = names[path.split('/')[-1]]
     shape = tuple(shapes[path])
     if layer is not None:
       name, shape = f'model.layers.{layer}.{name}', shape[1:]
+      layer = layers[path].index(layer)
     hf = shape
     if n_in:
       hf = (math.prod(shape[n_in:]), math.prod(shape[:n_in]))

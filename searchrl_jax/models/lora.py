@@ -24,7 +24,7 @@ import safetensors
 import safetensors.numpy
 
 from searchrl_jax import lookup
-from searchrl_jax.models import decoder, hf_tensors
+from searchrl_jax.models import decoder, families, hf_tensors
 from searchrl_jax.models.decoder import DecoderConfig, Lora
 from searchrl_jax.store import folders
 
@@ -64,21 +64,24 @@ _IGNORED = frozenset(
 )
 
 
-def parse(fields, dtype: str) -> Lora | None:
+def parse(fields, dtype: str, cfg: DecoderConfig) -> Lora | None:
   """Of config.model.lora; None if its rank is 0.
 
-  dtype: of the frozen parameters, where the config names none.
+  Args:
+    dtype: of the frozen parameters, where the config names none.
+    cfg: the model without adapters.
 
   Raises:
     ConfigError: a regex that matches no projection, or an unknown dtype.
   """
   if not fields.rank:
     return None
+  known = decoder.projections(cfg)
   where = f'config.model.lora.target={fields.target!r}'
   with lookup.of(where, caught=re.error):
-    found = [n for n in decoder.PROJECTIONS if re.fullmatch(fields.target, n)]
-  known = ', '.join(decoder.PROJECTIONS)
-  message = f'{where} matches no projection whole; there are: {known}'
+    found = [n for n in known if re.fullmatch(fields.target, n)]
+  names = ', '.join(known)
+  message = f'{where} matches no projection whole; there are: {names}'
   lookup.require(found, message)
   return Lora(fields.rank, fields.alpha, tuple(found), fields.dtype or dtype)
 
@@ -113,7 +116,7 @@ def join(trained: dict, frozen: dict | None) -> dict:
 def dtypes(cfg: DecoderConfig) -> dict[str, str]:
   """The dtype of each frozen parameter; others are float32."""
   fixed = decoder.param_table(base(cfg)) if cfg.lora else {}
-  return {name: cfg.lora.dtype for name in fixed}
+  return {name: families.dtype_of(name, cfg.lora.dtype) for name in fixed}
 
 
 def init(cfg: DecoderConfig, key, mesh=None) -> dict:
@@ -142,7 +145,8 @@ def _layout(cfg: DecoderConfig, mesh):
 
 def freeze(cfg: DecoderConfig, params: dict) -> dict:
   """Parameters of `base(cfg)` in the dtype of frozen ones."""
-  return jax.tree.map(lambda x: x.astype(cfg.lora.dtype), params)
+  flat, kinds = decoder.flatten(params), dtypes(cfg)
+  return decoder.nest({k: x.astype(kinds[k]) for k, x in flat.items()})
 
 
 def merge(cfg: DecoderConfig, params: dict) -> dict:
@@ -194,7 +198,7 @@ def served(cfg: DecoderConfig, params: dict) -> tuple[DecoderConfig, dict]:
 def tensor_table(cfg: DecoderConfig) -> dict[str, hf_tensors.Tensor]:
   """Every tensor of an adapter by PEFT's name."""
   shapes = decoder.shapes_of(adapter_table(cfg))
-  found = hf_tensors.table(shapes, cfg.family)
+  found = hf_tensors.table(shapes, families.fields(cfg))
   return {_PREFIX + name: tensor for name, tensor in found.items()}
 
 

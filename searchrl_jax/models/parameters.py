@@ -100,7 +100,6 @@ def model_config(config: ConfigDict, vocab_size: int, needed: int = 0):
   needed: rows that a checkpoint has to have for the tokenizer; 0: all.
   """
   flags = {name: config.model[name] for name in _COMPUTED}
-  flags['lora'] = lora.parse(config.model.lora, config.model.dtype)
   path, where = config.model.path, 'config.model.arch'
   if names_shape(config):
     hf = families.NAMED[path]
@@ -112,6 +111,8 @@ def model_config(config: ConfigDict, vocab_size: int, needed: int = 0):
     hf = {'vocab_size': vocab_size} | config.model.arch.to_dict()
   with lookup.of(where):
     cfg = pretrained.decoder_config(hf, **flags)
+  adapters = lora.parse(config.model.lora, config.model.dtype, cfg)
+  cfg = dataclasses.replace(cfg, lora=adapters)
   most, trained = config.env.max_tokens, hf_config.context(hf)
   if trained and most > trained:
     logging.warning(

@@ -22,7 +22,14 @@ import safetensors.numpy
 
 from searchrl_jax import lookup
 from searchrl_jax.devices import sharding
-from searchrl_jax.models import decoder, families, hf_config, hf_tensors, rotary
+from searchrl_jax.models import (
+  decoder,
+  deltanet,
+  families,
+  hf_config,
+  hf_tensors,
+  rotary,
+)
 from searchrl_jax.store import folders
 
 INDEX = 'model.safetensors.index.json'
@@ -60,8 +67,10 @@ def decoder_config(hf: Mapping[str, Any], **flags) -> decoder.DecoderConfig:
     ValueError: see `hf_config.parse_config`.
   """
   fields = hf_config.parse_config(hf)
-  if fields['rope_scaling'] is not None:
-    fields['rope_scaling'] = rotary.RopeScaling(**fields['rope_scaling'])
+  kinds = {'rope_scaling': rotary.RopeScaling, 'delta': deltanet.Sizes}
+  for name, kind in kinds.items():
+    if fields[name] is not None:
+      fields[name] = kind(**fields[name])
   return decoder.DecoderConfig(**fields, **flags)
 
 
@@ -74,7 +83,7 @@ def read_config(path, **flags) -> decoder.DecoderConfig:
 def tensor_table(cfg: decoder.DecoderConfig) -> dict[str, hf_tensors.Tensor]:
   """Every tensor of the checkpoint of such a model, by its name."""
   shapes = decoder.shapes_of(decoder.param_table(cfg))
-  return hf_tensors.table(shapes, cfg.family)
+  return hf_tensors.table(shapes, families.fields(cfg))
 
 
 class Stored(NamedTuple):
@@ -225,7 +234,7 @@ def load(
   Args:
     mesh: parameters are laid out as `decoder.param_table` says; None puts them
       on the default device.
-    dtype: of the parameters.
+    dtype: of the parameters, but for those of `families.dtype_of`.
     cfg: a config to use instead of `read_config(path)`, with other flags
       (activation dtype, remat, ...) but of the same architecture.
 
@@ -244,7 +253,7 @@ def load(
   _check_tensors(path, table, stored)
   flat = {}
   for name, (shape, axes) in decoder.param_table(cfg).items():
-    host = np.empty(shape, dtype)
+    host = np.empty(shape, families.dtype_of(name, np.dtype(dtype).name))
     for tensor in (t for t in table.values() if t.path == name):
       part = host if tensor.layer is None else host[tensor.layer]
       _copy(part, tensor, stored[tensor.name].read())
@@ -286,7 +295,8 @@ def save(
     tokenizer_dir: a folder whose tokenizer files are copied along.
     max_shard_bytes: of one file, which the host holds; a larger tensor has a
       separate file.
-    dtype: of the stored tensors: float32, bfloat16 or float16.
+    dtype: of the stored tensors: float32, bfloat16 or float16; those of
+      `families.dtype_of` are float32.
     like: a config.json (`read_json`) whose other fields are kept.
     files: name -> text of further files, in place of the tokenizer's.
 
@@ -354,15 +364,16 @@ def _write_tensors(folder, tensors, read, dtype: np.dtype, most: float):
   """Writes one file, or shards of at most `most` bytes with an index."""
   from huggingface_hub import split_state_dict_into_shards_factory  # slow
 
+  kind = lambda t: np.dtype(families.dtype_of(t.path, dtype.name))
   split = split_state_dict_into_shards_factory(
     tensors,
-    get_storage_size=lambda t: math.prod(t.shape) * dtype.itemsize,
+    get_storage_size=lambda t: math.prod(t.shape) * kind(t).itemsize,
     filename_pattern='model{suffix}.safetensors',
     max_shard_size=int(most),
   )
   for file, names in split.filename_to_tensors.items():
     safetensors.numpy.save_file(  # the tensors of one file are held at a time
-      {name: np.ascontiguousarray(read(name), dtype) for name in names},
+      {n: np.ascontiguousarray(read(n), kind(tensors[n])) for n in names},
       folder / file,
       {'format': 'pt'},
     )

@@ -1,7 +1,8 @@
 """Rotary position embeddings (RoFormer, arXiv 2104.09864).
 
-`cfg` is a `decoder.DecoderConfig`: head_dim H, rope_theta, rope_scaling and,
-for local layers, local_theta.
+`cfg` is a `decoder.DecoderConfig`: head_dim H, of which the first R are rotated
+(rotary_dim; 0: all), rope_theta, rope_scaling and, for local layers,
+local_theta.
 """
 
 import dataclasses
@@ -24,9 +25,10 @@ class RopeScaling:
 
 
 def frequencies(cfg, local: bool = False):
-  """float32 [H / 2]: radians per position, in a global or a local layer."""
-  H, theta = cfg.head_dim, cfg.local_theta if local else cfg.rope_theta
-  freq = 1.0 / theta ** (jnp.arange(0, H, 2, dtype=jnp.float32) / H)
+  """float32 [R / 2]: radians per position, in a global or a local layer."""
+  R = cfg.rotary_dim or cfg.head_dim
+  theta = cfg.local_theta if local else cfg.rope_theta
+  freq = 1.0 / theta ** (jnp.arange(0, R, 2, dtype=jnp.float32) / R)
   s = cfg.rope_scaling
   if s is None or local:
     return freq
@@ -44,14 +46,14 @@ def frequencies(cfg, local: bool = False):
 
 
 def tables(cfg, positions, local: bool = False):
-  """cos, sin: float32 [..., H / 2] for integer positions [...]."""
+  """cos, sin: float32 [..., R / 2] for integer positions [...]."""
   angle = positions[..., None].astype(jnp.float32) * frequencies(cfg, local)
   return jnp.cos(angle), jnp.sin(angle)
 
 
 @jax.custom_vjp
 def apply(x, cos, sin):
-  """Rotates halves (HF's layout). x [B, T, heads, H]; cos, sin [B, T, H/2].
+  """Rotates halves (HF's layout). x [B, T, heads, H]; cos, sin [B, T, R/2].
 
   The gradient is the rotation back: autodiff would pad and add halves, which
   costs time on a CPU. cos and sin pass none.
@@ -60,10 +62,12 @@ def apply(x, cos, sin):
 
 
 def _rotate(x, cos, sin):
-  x1, x2 = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+  R = 2 * cos.shape[-1]
+  x1, x2 = jnp.split(x[..., :R].astype(jnp.float32), 2, axis=-1)
   cos, sin = cos[..., None, :], sin[..., None, :]
   out = jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], -1)
-  return out.astype(x.dtype)
+  out = out.astype(x.dtype)
+  return out if R == x.shape[-1] else jnp.concatenate([out, x[..., R:]], -1)
 
 
 apply.defvjp(

@@ -225,7 +225,7 @@ class FakeVllm:
     stored = safetensors.numpy.load_file(folder / lora.WEIGHTS)
     parts = {}
     shapes = {name: tuple(shape) for name, shape in shapes.items()}
-    for name, tensor in hf_tensors.table(shapes, CFG.family).items():
+    for name, tensor in hf_tensors.table(shapes, families.fields(CFG)).items():
       theirs = stored[f'base_model.model.{name}']
       parts.setdefault(tensor.path, []).append(tensor.to_ours(theirs))
     return checksum.checksums(parts)

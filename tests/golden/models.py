@@ -58,6 +58,21 @@ GEMMA3 = {k: v for k, v in BASE.items() if k != 'hidden_act'} | {
   'rope_theta': 1000000.0,
   'rope_local_base_freq': 100.0,
 }
+# Key and value heads of other sizes, and a last layer after whole periods.
+QWEN35 = BASE | {
+  'architectures': ['Qwen3_5ForCausalLM'],
+  'model_type': 'qwen3_5_text',
+  'attention_bias': False,
+  'attn_output_gate': True,
+  'head_dim': 16,
+  'num_hidden_layers': 5,
+  'linear_conv_kernel_dim': 4,
+  'linear_key_head_dim': 8,
+  'linear_num_key_heads': 2,
+  'linear_num_value_heads': 4,
+  'linear_value_head_dim': 12,
+  'mamba_ssm_dtype': 'float32',
+}
 # The context of the pretraining is short, so that 40 tokens reach past it.
 LLAMA3_SCALING = {
   'factor': 8.0,
@@ -112,8 +127,37 @@ CONFIGS = {
       'sliding_attention': {'rope_type': 'default', 'rope_theta': 100.0},
     },
   },
+  # As published, but for the sizes.
+  'qwen3.5': QWEN35
+  | {
+    'full_attention_interval': 4,
+    'layer_types': [*3 * ['linear_attention'], 'full_attention']
+    + ['linear_attention'],
+    'partial_rotary_factor': 0.25,
+    'rope_parameters': {
+      'mrope_interleaved': True,
+      'mrope_section': [11, 11, 10],
+      'partial_rotary_factor': 0.25,
+      'rope_theta': 100.0,
+      'rope_type': 'default',
+    },
+    'tie_word_embeddings': True,
+  },
+  'qwen3.5.untied': QWEN35
+  | {
+    'full_attention_interval': 2,
+    'num_hidden_layers': 4,
+    'linear_num_value_heads': 2,
+    'linear_conv_kernel_dim': 3,
+    'partial_rotary_factor': 0.5,
+    'rope_theta': 1000000.0,
+  },
 }
-LENGTHS = (40, 17)  # tokens of the two rows of every case
+
+
+def lengths(name: str) -> tuple[int, int]:
+  """Tokens of the two rows of a case; chunks of 64 are crossed."""
+  return (150, 70) if name.startswith('qwen3.5') else (40, 17)
 
 
 def shapes(config: dict) -> dict[str, tuple[int, ...]]:
@@ -137,10 +181,16 @@ def shapes(config: dict) -> dict[str, tuple[int, ...]]:
       f'{at}mlp.up_proj.weight': (F, D),
       f'{at}mlp.down_proj.weight': (D, F),
     }
+    if config['model_type'] == 'qwen3_5_text':
+      out[f'{at}self_attn.q_proj.weight'] = (2 * N * H, D)
+      if (i + 1) % config['full_attention_interval']:
+        out = {k: v for k, v in out.items() if f'{at}self_attn' not in k}
+        out |= {f'{at}linear_attn.{k}': v for k, v in delta(config).items()}
+        continue
     if config['model_type'] == 'qwen2':
       for name, n in (('q', N * H), ('k', K * H), ('v', K * H)):
         out[f'{at}self_attn.{name}_proj.bias'] = (n,)
-    if config['model_type'] in ('qwen3', 'gemma3_text'):
+    if config['model_type'] in ('qwen3', 'gemma3_text', 'qwen3_5_text'):
       out[f'{at}self_attn.q_norm.weight'] = (H,)
       out[f'{at}self_attn.k_norm.weight'] = (H,)
     if config['model_type'] == 'gemma3_text':
@@ -153,6 +203,25 @@ def shapes(config: dict) -> dict[str, tuple[int, ...]]:
   return out
 
 
+def delta(config: dict) -> dict[str, tuple[int, ...]]:
+  """Those of a delta net."""
+  D, V = config['hidden_size'], config['linear_num_value_heads']
+  keys = config['linear_num_key_heads'] * config['linear_key_head_dim']
+  values = V * config['linear_value_head_dim']
+  channels = 2 * keys + values
+  return {
+    'in_proj_qkv.weight': (channels, D),
+    'in_proj_z.weight': (values, D),
+    'in_proj_b.weight': (V, D),
+    'in_proj_a.weight': (V, D),
+    'conv1d.weight': (channels, 1, config['linear_conv_kernel_dim']),
+    'A_log': (V,),
+    'dt_bias': (V,),
+    'norm.weight': (config['linear_value_head_dim'],),
+    'out_proj.weight': (D, values),
+  }
+
+
 def weights(name: str, seed: int = 0) -> dict[str, np.ndarray]:
   """float32 weights of a case."""
   rng = np.random.default_rng([seed, list(CONFIGS).index(name)])
@@ -160,8 +229,14 @@ def weights(name: str, seed: int = 0) -> dict[str, np.ndarray]:
   for key, shape in shapes(CONFIGS[name]).items():
     x = rng.standard_normal(shape)
     if key.endswith('norm.weight'):
-      gemma = CONFIGS[name]['model_type'] == 'gemma3_text'
-      x = 0.3 * x + (not gemma)  # its factors are 1 + weight
+      kind = CONFIGS[name]['model_type']
+      plain = kind not in ('gemma3_text', 'qwen3_5_text')
+      # Otherwise its factors are 1 + weight.
+      x = 0.3 * x + (plain or 'linear_attn' in key)
+    elif key.endswith('A_log'):
+      x = np.log(0.01 + 4 * np.abs(x))  # decays of all kinds
+    elif key.endswith(('dt_bias', 'conv1d.weight')):
+      pass
     elif 'embed' not in key and 'lm_head' not in key:
       x = 0.2 * x  # a little above 1 / sqrt(D): every part matters
     out[key] = x.astype(np.float32)
@@ -171,7 +246,9 @@ def weights(name: str, seed: int = 0) -> dict[str, np.ndarray]:
 def inputs(name: str) -> list[np.ndarray]:
   """Token ids of the two rows of a case."""
   rng = np.random.default_rng([1, list(CONFIGS).index(name)])
-  return [rng.integers(0, CONFIGS[name]['vocab_size'], n) for n in LENGTHS]
+  return [
+    rng.integers(0, CONFIGS[name]['vocab_size'], n) for n in lengths(name)
+  ]
 
 
 def write(folder, name: str, *, tensors=None, config=None) -> pathlib.Path:

@@ -20,7 +20,7 @@ from searchrl_jax.learn import (
   optim,
   update,
 )
-from searchrl_jax.models import decoder, flops
+from searchrl_jax.models import decoder, flops, remat
 from searchrl_jax.schema import CHOICES
 from searchrl_jax.types import Question, Segment, Trajectory
 
@@ -483,7 +483,7 @@ def test_remat_and_bfloat16():
   rng = np.random.default_rng(0)
   weights = rng.normal(size=(B, T, CFG.d_model)).astype(np.float32)
   out, products = {}, {}
-  for name in ('none', *decoder.REMAT):
+  for name in ('none', *remat.SAVED):
     cfg = dataclasses.replace(CFG, remat=name)
 
     def weighed(p, cfg=cfg):
@@ -492,7 +492,7 @@ def test_remat_and_bfloat16():
     traced = jax.jit(jax.grad(weighed)).trace(params())
     products[name] = hlo.dot_flops(traced.jaxpr)
     out[name] = traced.lower().compile()(params())
-  again = {name: products[name] - products['none'] for name in decoder.REMAT}
+  again = {name: products[name] - products['none'] for name in remat.SAVED}
   # A product [B, T, D] x [D, F] takes 2 B T D F. Gate and up are two of them,
   # and q, k and v are (N + 2 K) H wide in all.
   of_width = 2 * B * T * CFG.d_model * CFG.n_layers
@@ -500,7 +500,7 @@ def test_remat_and_bfloat16():
   assert again['block'] - again['mlp'] == of_width * 2 * CFG.d_ff
   assert again['block'] - again['attention'] >= of_width * heads
   assert again['attention'] - again['matmuls'] == of_width * 2 * CFG.d_ff
-  for name in decoder.REMAT:
+  for name in remat.SAVED:
     close(out[name], out['none'])
   for dtype in ('float32', 'bfloat16'):
     u = updater(c, cfg=dataclasses.replace(CFG, dtype=dtype))

@@ -7,13 +7,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from searchrl_jax.models import decoder, families, hf_config, hf_tensors
+from searchrl_jax.models import (
+  families,
+  hf_config,
+  hf_tensors,
+  pretrained,
+  products,
+)
 from tests.golden import models
 
 LLAMA = models.CONFIGS['llama3.1']
 QWEN2 = models.CONFIGS['qwen2']
 QWEN3 = models.CONFIGS['qwen3']
 GEMMA = models.CONFIGS['gemma3']
+QWEN35 = models.CONFIGS['qwen3.5']
 
 
 def shapes(fields):
@@ -43,6 +50,31 @@ def shapes(fields):
     out |= {'layers/q_norm': (L, H), 'layers/k_norm': (L, H)}
   if fields['family'] == 'gemma3_text':
     out |= {f'layers/{n}_post_norm': (L, D) for n in ('attn', 'mlp')}
+  if fields['family'] == 'qwen3_5_text':
+    full = L // fields['global_every']
+    out |= {
+      'layers/q': (full, D, N, 2 * H),
+      'layers/k': (full, D, K, H),
+      'layers/v': (full, D, K, H),
+      'layers/o': (full, N, H, D),
+      'layers/q_norm': (full, H),
+      'layers/k_norm': (full, H),
+    }
+    sizes = fields['delta']
+    V, E = sizes['value_heads'], sizes['value_dim']
+    M = 2 * sizes['key_heads'] * sizes['key_dim'] + V * E
+    out |= {
+      'layers/delta_qkv': (L - full, D, M),
+      'layers/delta_z': (L - full, D, V, E),
+      'layers/delta_b': (L - full, D, V),
+      'layers/delta_a': (L - full, D, V),
+      'layers/delta_conv': (L - full, M, 1, sizes['taps']),
+      'layers/delta_a_log': (L - full, V),
+      'layers/delta_dt_bias': (L - full, V),
+      'layers/delta_norm': (L - full, E),
+      'layers/delta_o': (L - full, V, E, D),
+    }
+    out = {k: v for k, v in out.items() if v[0]}
   if not fields['tied']:
     out['head'] = (D, fields['vocab_size'])
   return out
@@ -85,6 +117,8 @@ def test_published_configs():
     'window': 0,
     'global_every': 1,
     'local_theta': 1e4,
+    'rotary_dim': 0,
+    'delta': None,
   }
   assert tuple(qwen) == families.FIELDS
   llama = hf_config.parse_config(
@@ -145,6 +179,44 @@ def test_gemma_by_its_card():
   assert hf_config.parse_config(written) == got
 
 
+def test_qwen35_by_its_card():
+  """Qwen3.5-2B as published: text and images, each fourth of 24 layers full.
+
+  Its GGUF file counts 1,942,653,248 parameters with the layer that predicts the
+  next token but one: an attention layer, a matrix [D, 2 D] and three norms.
+  """
+  text = {k: v for k, v in QWEN35.items() if k not in families.SIZES.values()}
+  text = {k: v for k, v in text.items() if not k.startswith('linear_')}
+  text |= {
+    'hidden_size': 2048, 'intermediate_size': 6144, 'num_hidden_layers': 24,
+    'num_attention_heads': 8, 'num_key_value_heads': 2, 'layer_types': None,
+    'linear_num_value_heads': 16, 'mtp_num_hidden_layers': 1,
+    'mtp_use_dedicated_embeddings': False,
+    'rope_parameters': QWEN35['rope_parameters'] | {'rope_theta': 10000000},
+  }  # fmt: skip
+  config = {
+    'model_type': 'qwen3_5', 'text_config': text, 'language_model_only': False,
+    'architectures': ['Qwen3_5ForConditionalGeneration'],
+    'image_token_id': 248056, 'tie_word_embeddings': True,
+    'vision_config': {'model_type': 'qwen3_5', 'depth': 24},
+  }  # fmt: skip
+  got = hf_config.parse_config(config)
+  assert got == hf_config.parse_config(families.NAMED['qwen3.5-2b'])
+  assert got['rotary_dim'] == 64 and got['head_dim'] == 256
+  D, F, V = 2048, 6144, 248320
+  mlp = 3 * D * F + 2 * D
+  attention = mlp + D * (4096 + 2 * 512 + 2048) + 2 * 256
+  delta = mlp + D * (6144 + 2 * 2048 + 2 * 16) + 6144 * 4 + 2 * 16 + 128
+  whole = V * D + D + 6 * attention + 18 * delta
+  assert pretrained.decoder_config(config).n_params == whole
+  assert whole + attention + 2 * D * D + 3 * D == 1_942_653_248
+  written = hf_config.format_config(got, like=config)
+  assert written['architectures'] == ['Qwen3_5ForCausalLM']
+  assert written['mamba_ssm_dtype'] == 'float32'
+  assert not any(k.startswith('mtp') for k in written)
+  assert hf_config.parse_config(written) == got
+
+
 PUBLISHED = {
   'Llama-2-7b': dict(
     LLAMA, _name_or_path='x', bos_token_id=1, initializer_range=0.02,
@@ -197,7 +269,7 @@ def test_fields_of_published_models_are_known(name):
 
 
 @pytest.mark.parametrize(
-  'name', ['Llama', 'Qwen2', 'Qwen3', 'Gemma3Text', 'Gemma3']
+  'name', 'Llama Qwen2 Qwen3 Gemma3Text Gemma3 Qwen3_5Text Qwen3_5'.split()
 )
 def test_all_that_transformers_writes_is_known(name):
   import transformers
@@ -350,6 +422,18 @@ def test_the_inverse(name):
       'layer_types=.*distances',
     ),
     (LLAMA, {'rope_scaling': {'rope_type': 'yarn', 'factor': 2.0}}, "'yarn'"),
+    (LLAMA, {'attn_output_gate': True}, 'attn_output_gate=True'),
+    (QWEN35, {'attn_output_gate': False}, 'attn_output_gate=False'),
+    (QWEN35, {'output_gate_type': 'sigmoid'}, "output_gate_type='sigmoid'"),
+    (QWEN35, {'mamba_ssm_dtype': 'bfloat16'}, "mamba_ssm_dtype='bfloat16'"),
+    (QWEN35, {'linear_num_value_heads': 3}, 'linear_num_value_heads=3.*=2'),
+    (QWEN35, {'linear_conv_kernel_dim': 0}, 'linear_conv_kernel_dim=0'),
+    (QWEN35, {'partial_rotary_factor': 0.5}, r'partial_rotary_factor=.0.25, 0'),
+    (QWEN35, {'sliding_window': 8}, 'sliding_window=8'),
+    (QWEN35, {'layer_types': ['mamba'] * 5}, 'layer_types=.*linear_attention'),
+    (QWEN35, {'mlp_only_layers': [1]}, 'mlp_only_layers'),
+    (QWEN35, {'num_experts': 4}, 'num_experts=4'),
+    (QWEN35, {'rope_parameters': {'rope_type': 'yarn'}}, "'yarn'"),
     (
       LLAMA,
       {'rope_scaling': {'rope_type': 'llama3', 'factor': 8.0}},
@@ -416,6 +500,8 @@ def test_how_far_a_model_was_trained():
     ('norm.weight', 'model.norm.weight'),
     ('module.lm_head.weight', 'lm_head.weight'),
     ('_orig_mod.vision_tower.x', ''),
+    ('model.visual.blocks.0.norm1.weight', ''),
+    ('mtp.layers.0.mlp.up_proj.weight', ''),
     ('policy.model.norm.weight', 'policy.model.norm.weight'),
   ],
 )
@@ -427,13 +513,13 @@ def test_what_wrappers_add_to_names_is_taken_off(name, own):
 @pytest.mark.parametrize('name', models.CONFIGS)
 def test_names_and_shapes_are_those_of_the_checkpoint(name):
   fields = hf_config.parse_config(models.CONFIGS[name])
-  table = hf_tensors.table(shapes(fields), fields['family'])
+  table = hf_tensors.table(shapes(fields), fields)
   assert {n: t.shape for n, t in table.items()} == models.shapes(
     models.CONFIGS[name]
   )
   for path in {t.path for t in table.values()}:
     layers = [t.layer for t in table.values() if t.path == path]
-    each = [*range(fields['n_layers'])]
+    each = [*range(shapes(fields)[path][0])]
     assert layers == (each if path.startswith('layers/') else [None])
 
 
@@ -454,7 +540,7 @@ def test_the_map_is_a_bijection(name, K, G, half, data):
     'head_dim': 2 * half,
     'd_model': data.draw(st.integers(1, 5)),
   }
-  for tensor in hf_tensors.table(shapes(fields), fields['family']).values():
+  for tensor in hf_tensors.table(shapes(fields), fields).values():
     x = np.arange(np.prod(tensor.shape)).reshape(tensor.shape)
     ours = tensor.to_ours(x)
     assert ours.shape == tensor.ours
@@ -470,7 +556,7 @@ def test_the_map_is_a_bijection(name, K, G, half, data):
 def test_a_projection_by_hand():
   """q_proj [N H, D] -> [D, N, H]: row n H + h, column d."""
   fields = hf_config.parse_config(QWEN3)
-  table = hf_tensors.table(shapes(fields), 'qwen3')
+  table = hf_tensors.table(shapes(fields), fields)
   D, N, H = 32, 4, 16
   tensor = table['model.layers.1.self_attn.q_proj.weight']
   x = np.arange(N * H * D).reshape(N * H, D)
@@ -484,5 +570,5 @@ def test_gradients_of_weights_are_sums_in_float32():
   """In half precision too: 257 is no bfloat16 (256 and 258 are)."""
   x = jnp.ones((1, 257, 1), jnp.bfloat16)
   w = jnp.ones((1, 1), jnp.float32)
-  grad = jax.grad(lambda w: decoder.dense(x, w).astype(jnp.float32).sum())(w)
+  grad = jax.grad(lambda w: products.dense(x, w).astype(jnp.float32).sum())(w)
   assert grad.dtype == jnp.float32 and float(grad[0, 0]) == 257.0

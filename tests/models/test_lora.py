@@ -15,6 +15,7 @@ from searchrl_jax.learn import update
 from searchrl_jax.lookup import ConfigError
 from searchrl_jax.models import decoder, lora
 from tests.learn import test_update as common
+from tests.models import test_deltanet as deltanets
 
 LORA = decoder.Lora(4, 8.0, tuple(decoder.PROJECTIONS), 'float32')
 CFG = dataclasses.replace(common.CFG, lora=LORA)
@@ -23,6 +24,12 @@ CFG = dataclasses.replace(common.CFG, lora=LORA)
 # Windows, norms behind the products, scaled embeddings.
 GEMMA = dataclasses.replace(
   CFG, family='gemma3_text', n_layers=3, window=4, global_every=2
+)
+HYBRID = dataclasses.replace(
+  deltanets.CFG,
+  lora=decoder.Lora(
+    4, 8.0, tuple(decoder.projections(deltanets.CFG)), 'float32'
+  ),
 )
 
 
@@ -58,7 +65,9 @@ def test_fresh_adapters_change_no_bit():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize('cfg', [CFG, GEMMA], ids=['llama', 'gemma'])
+@pytest.mark.parametrize(
+  'cfg', [CFG, GEMMA, HYBRID], ids=['llama', 'gemma', 'qwen3.5']
+)
 def test_adapters_compute_what_merged_and_scaled_weights_do(cfg):
   plain = base_params(cfg=cfg)
   params = lora.join(random_adapters(cfg=cfg), plain)
@@ -138,17 +147,29 @@ def test_frozen_parameters_are_stored_in_their_dtype():
   np.testing.assert_array_equal(logits(cfg, lora.join(fresh, frozen)), want)
 
 
+def test_decays_of_frozen_delta_nets_stay_float32():
+  cfg = dataclasses.replace(
+    HYBRID, lora=dataclasses.replace(HYBRID.lora, dtype='bfloat16')
+  )
+  frozen = lora.freeze(cfg, base_params(cfg=cfg))['layers']
+  whole = {k for k, x in frozen.items() if x.dtype == jnp.float32}
+  assert whole == {'delta_a_log', 'delta_norm'}
+
+
 def test_the_target_is_a_regex_of_projections():
   fields = schema.base().model.lora
-  assert lora.parse(fields, 'float32') is None
+  assert lora.parse(fields, 'float32', common.CFG) is None
   fields.update(rank=2, target='[qv]')
-  assert lora.parse(fields, 'bfloat16') == decoder.Lora(
+  assert lora.parse(fields, 'bfloat16', common.CFG) == decoder.Lora(
     2, 32.0, ('q', 'v'), 'bfloat16'
   )
+  fields.target = 'delta_.*'
+  found = lora.parse(fields, 'float32', deltanets.CFG).targets
+  assert found == tuple(f'delta_{x}' for x in ('qkv', 'z', 'b', 'a', 'o'))
   for target in ('embed', '['):
     fields.target = target
     with pytest.raises(ConfigError, match='config.model.lora.target'):
-      lora.parse(fields, 'float32')
+      lora.parse(fields, 'float32', common.CFG)
 
 
 def test_peft_files_round_trip(tmp_path):

@@ -13,7 +13,8 @@ import pytest
 
 from searchrl_jax.devices import sharding
 from searchrl_jax.models import attention, decoder, packed_cudnn
-from tests.learn.test_update import CFG, params
+from tests.learn.test_update import CFG
+from tests.models.test_deltanet import CFG as HYBRID
 
 pytestmark = pytest.mark.slow
 
@@ -54,7 +55,9 @@ LOCAL = dataclasses.replace(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize('cfg', [CFG, LOCAL], ids=['global', 'local'])
+@pytest.mark.parametrize(
+  'cfg', [CFG, LOCAL, HYBRID], ids=['global', 'local', 'delta']
+)
 @settings(max_examples=10)
 @given(st.integers(0, 10**6))
 def test_hidden_states_are_those_of_the_sequence_alone(cfg, seed):
@@ -70,15 +73,15 @@ def test_hidden_states_are_those_of_the_sequence_alone(cfg, seed):
     np.testing.assert_allclose(found[b, at], want, rtol=1e-5, atol=3e-5)
 
 
-def test_a_token_changes_no_bit_of_another_sequence():
+@pytest.mark.parametrize('cfg', [CFG, HYBRID], ids=['attention', 'delta'])
+def test_a_token_changes_no_bit_of_another_sequence(cfg):
   ids, starts, parts = rows(3)
-  before = np.asarray(forward(params(), CFG, ids, starts))
+  p = decoder.init_params(cfg, jax.random.key(0), scale=0.3)
+  before = np.asarray(forward(p, cfg, ids, starts))
   for b, at in parts[:4]:
     other = ids.copy()
     other[b, at.start] = (other[b, at.start] + 1) % CFG.vocab_size
-    changed = (np.asarray(forward(params(), CFG, other, starts)) != before).any(
-      -1
-    )
+    changed = (np.asarray(forward(p, cfg, other, starts)) != before).any(-1)
     assert changed[b, at].all()
     changed[b, at] = False
     if at.stop == max(p.stop for c, p in parts if c == b):

@@ -22,6 +22,12 @@ GOLDEN = pathlib.Path(models.__file__).parent
 TOLERANCE = 1e-4
 
 
+def tolerance(name: str) -> float:
+  """Of logits; delta nets make unit vectors of small ones (logits of 20, and
+  errors of 2e-4, were seen)."""
+  return 5e-4 if name.startswith('qwen3.5') else TOLERANCE
+
+
 @functools.cache
 def golden() -> dict[str, np.ndarray]:
   with np.load(GOLDEN / 'models.npz') as f:
@@ -49,7 +55,7 @@ def test_logits(tmp_path, name):
   padded = np.asarray(forward(params, cfg, ids))
   want = np.split(golden()[name], [len(rows[0])])
   for b, row in enumerate(rows):
-    assert np.abs(padded[b, : len(row)] - want[b]).max() <= TOLERANCE
+    assert np.abs(padded[b, : len(row)] - want[b]).max() <= tolerance(name)
   if name == 'qwen2':  # row 0 has no padding; nor has row 1 here
     row = ids[1:, : lengths[1]]
     alone = np.asarray(forward(params, cfg, row))
@@ -68,6 +74,8 @@ def test_logits(tmp_path, name):
     ('gemma3', {'query_scale': 1.0}),
     ('gemma3', {'local_theta': 1e6}),
     ('gemma3.linear', {'rope_scaling': None}),
+    ('qwen3.5', {'rotary_dim': 0}),
+    ('qwen3.5', {'rope_theta': 1e4}),
   ],
 )
 def test_the_golden_values_see_every_flag(tmp_path, name, flags):

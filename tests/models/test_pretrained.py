@@ -34,7 +34,8 @@ def stacked(tensors, name):
   H = config.get('head_dim', D // N)
 
   def each(key):
-    return [tensors[f'model.layers.{i}.{key}'] for i in range(L)]
+    names = [f'model.layers.{i}.{key}' for i in range(L)]
+    return [tensors[name] for name in names if name in tensors]
 
   layers = {
     'attn_norm': each('input_layernorm.weight'),
@@ -48,9 +49,23 @@ def stacked(tensors, name):
     layers['mlp_post_norm'] = each('post_feedforward_layernorm.weight')
   for x in ('gate', 'up', 'down'):
     layers[x] = [w.T for w in each(f'mlp.{x}_proj.weight')]
+  if name.startswith('qwen3.5'):
+    E = config['linear_value_head_dim']
+    of_net = lambda key: each(f'linear_attn.{key}')
+    for x in ('qkv', 'b', 'a'):
+      layers[f'delta_{x}'] = [w.T for w in of_net(f'in_proj_{x}.weight')]
+    z = [w.T.reshape(D, -1, E) for w in of_net('in_proj_z.weight')]
+    layers['delta_z'] = z
+    o = [w.T.reshape(-1, E, D) for w in of_net('out_proj.weight')]
+    layers['delta_o'] = o
+    layers['delta_conv'] = of_net('conv1d.weight')
+    layers['delta_a_log'] = of_net('A_log')
+    layers['delta_dt_bias'] = of_net('dt_bias')
+    layers['delta_norm'] = of_net('norm.weight')
   for x in ('q', 'k', 'v'):
+    wide = H * (1 + (x == 'q' and name.startswith('qwen3.5')))  # and a gate
     layers[x] = [
-      w.T.reshape(D, -1, H) for w in each(f'self_attn.{x}_proj.weight')
+      w.T.reshape(D, -1, wide) for w in each(f'self_attn.{x}_proj.weight')
     ]
     if 'qwen2' in name:
       layers[f'{x}_bias'] = [
@@ -158,6 +173,24 @@ def test_export_of_numpy_and_bfloat16(tmp_path):
   pretrained.save(tmp_path / 'b', cfg, params, dtype='bfloat16')
   half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
   assert_equal(pretrained.load(tmp_path / 'b', dtype=jnp.bfloat16)[1], half)
+
+
+def test_decays_of_delta_nets_stay_float32(tmp_path):
+  """In a file of bfloat16, and where the rest is loaded as bfloat16."""
+  cfg, params = pretrained.load(models.write(tmp_path / 'm', 'qwen3.5'))
+  pretrained.save(tmp_path / 'b', cfg, params, dtype='bfloat16')
+  theirs = safetensors.numpy.load_file(tmp_path / 'b' / 'model.safetensors')
+  whole = {k for k, x in theirs.items() if x.dtype == np.float32}
+  assert whole == {
+    f'model.layers.{i}.linear_attn.{name}'
+    for i in (0, 1, 2, 4)
+    for name in ('A_log', 'norm.weight')
+  }
+  _, half = pretrained.load(tmp_path / 'b', dtype=jnp.bfloat16)
+  for name, x in half['layers'].items():
+    exact = name in ('delta_a_log', 'delta_norm')
+    want = params['layers'][name]
+    assert_equal({'x': x}, {'x': want if exact else want.astype(jnp.bfloat16)})
 
 
 def test_flags_and_tokenizer_files(tmp_path):

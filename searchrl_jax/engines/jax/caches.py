@@ -1,8 +1,9 @@
 """The sampler's caches of keys and values, and attention through them.
 
 Axis letters: B slots or rows, T tokens, S cache positions, N/K query/kv heads,
-G = N / K, H head dim. The caches, one (k, v) pair for a layer (`axes`), are
-donated by the programs of `engines.decode`: scatters write in place.
+G = N / K, H head dim. The caches, one (k, v) pair for a layer (`axes`), or the
+`states.State` of a delta net, are donated by the programs of `engines.decode`:
+scatters write in place.
 """
 
 import functools
@@ -13,7 +14,7 @@ from jax import lax
 import jax.numpy as jnp
 
 from searchrl_jax.devices import sharding
-from searchrl_jax.engines.jax import live
+from searchrl_jax.engines.jax import live, states
 from searchrl_jax.models import attention
 from searchrl_jax.models.decoder import DecoderConfig
 
@@ -41,15 +42,19 @@ def length(max_len: int) -> int:
   return -(-max_len // block) * block
 
 
-def like(cfg: DecoderConfig, mesh, axes, shape) -> jax.ShapeDtypeStruct:
-  """An array in cfg.dtype. Without a mesh its sharding names the device: an
-  array that is not committed to a device causes another compilation."""
+def like(
+  cfg: DecoderConfig, mesh, axes, shape, dtype: str = ''
+) -> jax.ShapeDtypeStruct:
+  """An array; dtype: '' is cfg.dtype. Without a mesh its sharding names the
+  device: an array that is not committed to a device causes another
+  compilation."""
   if mesh is None:
     device = jax.config.jax_default_device or jax.local_devices()[0]
     where: jax.sharding.Sharding = jax.sharding.SingleDeviceSharding(device)
   else:
     where = sharding.named(mesh, axes, shape)
-  return jax.ShapeDtypeStruct(shape, jnp.dtype(cfg.dtype), sharding=where)
+  dtype = jnp.dtype(dtype or cfg.dtype)
+  return jax.ShapeDtypeStruct(shape, dtype, sharding=where)
 
 
 def axes(cfg: DecoderConfig) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -65,20 +70,32 @@ def axes(cfg: DecoderConfig) -> tuple[tuple[str, ...], tuple[str, ...]]:
   return ('batch', 'kv_heads', 'head_dim', 'time'), values
 
 
-def abstract(cfg: DecoderConfig, slots: int, max_len: int, mesh=None) -> list:
+def abstract(
+  cfg: DecoderConfig, slots: int, max_len: int, mesh=None, chunk: int = 1
+) -> list:
   """Shapes and shardings of the result of `make`."""
   sizes = {'batch': slots, 'kv_heads': cfg.n_kv_heads}
   sizes |= {'time': length(max_len), 'head_dim': cfg.head_dim}
 
   shape = lambda names: tuple(sizes[name] for name in names)
-  pair = (like(cfg, mesh, names, shape(names)) for names in axes(cfg))
-  return [tuple(pair)] * cfg.n_layers
+  pair = tuple(like(cfg, mesh, names, shape(names)) for names in axes(cfg))
+  nets, state = cfg.delta_layers, None
+  if nets:
+    layouts = states.layouts(cfg, slots, chunk)
+    state = states.State(*(like(cfg, mesh, *x) for x in layouts))
+  return [state if i in nets else pair for i in range(cfg.n_layers)]
 
 
-def make(cfg: DecoderConfig, slots: int, max_len: int, mesh=None) -> list:
-  """Zeroed caches: for each layer (k, v) over `slots` and `length(max_len)`."""
+def make(
+  cfg: DecoderConfig, slots: int, max_len: int, mesh=None, chunk: int = 1
+) -> list:
+  """Zeroed caches: for each layer (k, v) over `slots` and `length(max_len)`, or
+  the `states.State` of a delta net.
+
+  chunk: tokens that one call decodes at most.
+  """
   zeros = lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding)
-  return jax.tree.map(zeros, abstract(cfg, slots, max_len, mesh))
+  return jax.tree.map(zeros, abstract(cfg, slots, max_len, mesh, chunk))
 
 
 def read(x, time: int, slots, start, size: int, mode: str = 'clip'):

@@ -19,11 +19,13 @@ import numpy as np
 
 from searchrl_jax.devices import sharding
 from searchrl_jax.engines.jax import caches as kv
-from searchrl_jax.models import attention, decoder
+from searchrl_jax.engines.jax import states
+from searchrl_jax.models import attention, decoder, deltanet, families
 from searchrl_jax.models.decoder import DecoderConfig
 
 MAX_STOP_IDS = 8  # stop ids of one slot that the device compares
 MAX_WIDTH = 512  # tokens of a row in one prefill call
+_NOWHERE = 2**30  # a position that no cache has: what is written is dropped
 SCORE_TOKENS = 512  # tokens whose logits are held at once when scoring
 
 
@@ -82,19 +84,29 @@ def fit(sizes: tuple[int, ...], n: int) -> int:
   return next(s for s in sizes if s >= n)
 
 
-@functools.partial(jax.jit, static_argnames=('dtype', 'layers'))
-def _split(params: dict, dtype: str, layers: int) -> dict:
-  """A copy of every parameter in `dtype`, one tree for each layer."""
+@functools.partial(jax.jit, static_argnums=1)
+def _split(params: dict, cfg: DecoderConfig) -> dict:
+  """A copy of every parameter in its dtype, one tree for each layer."""
 
-  def own(x):
+  def own(name, x):
     # A copy even if neither cast nor slice makes a new buffer.
-    return jnp.copy(x.astype(dtype))
+    return jnp.copy(x.astype(families.dtype_of(name, cfg.dtype)))
 
-  out = {k: own(v) for k, v in params.items() if k != 'layers'}
+  out = {k: own(k, v) for k, v in params.items() if k != 'layers'}
   out['layers'] = [
-    {k: own(v[i]) for k, v in params['layers'].items()} for i in range(layers)
+    {k: own(k, params['layers'][k][at]) for k, at in places.items()}
+    for places in _places(cfg, params['layers'])
   ]
   return out
+
+
+def _places(cfg: DecoderConfig, names) -> list[dict[str, int]]:
+  """Of each layer: the parameters that it has -> the place in their stacks."""
+  layers = {name: cfg.layers_with(name) for name in names}
+  return [
+    {name: own.index(i) for name, own in layers.items() if i in own}
+    for i in range(cfg.n_layers)
+  ]
 
 
 def abstract(cfg: DecoderConfig, mesh=None) -> dict:
@@ -107,9 +119,12 @@ def abstract(cfg: DecoderConfig, mesh=None) -> dict:
   for name, (shape, axes) in decoder.param_table(cfg).items():
     first = int(axes[0] == 'layers')
     axes = [None if a == 'embed' else a for a in axes]
-    out[name] = kv.like(cfg, mesh, axes[first:], shape[first:])
+    dtype = families.dtype_of(name, cfg.dtype)
+    out[name] = kv.like(cfg, mesh, axes[first:], shape[first:], dtype)
   out = decoder.nest(out)
-  return out | {'layers': [out['layers']] * cfg.n_layers}
+  layers = out['layers']
+  own = [{k: layers[k] for k in places} for places in _places(cfg, layers)]
+  return out | {'layers': own}
 
 
 def load(params: dict, cfg: DecoderConfig, mesh=None) -> dict:
@@ -118,10 +133,10 @@ def load(params: dict, cfg: DecoderConfig, mesh=None) -> dict:
   params: all, or adapters alone.
 
   Returns {'embed', 'final_norm', ['head'], 'layers': [{...} per layer]} in
-  cfg.dtype, placed as in `abstract`. No buffer is shared with `params` (the
-  trainer donates its own).
+  cfg.dtype (`families.dtype_of`), placed as in `abstract`. No buffer is shared
+  with `params` (the trainer donates its own).
   """
-  tree, whole = _split(params, cfg.dtype, cfg.n_layers), abstract(cfg, mesh)
+  tree, whole = _split(params, cfg), abstract(cfg, mesh)
   where = {k: whole[k].sharding for k in tree if k != 'layers'}
   layers = zip(tree['layers'], whole['layers'])
   where['layers'] = [{k: all_[k].sharding for k in own} for own, all_ in layers]
@@ -295,23 +310,29 @@ def decode(weights, caches, state, *, cfg, shape, mesh=None):
   cache), length int32 (tokens in the sequence), left int32 (tokens still
   wanted; 0 = an idle slot, whose rows are untouched), inv_temperature, top_p
   float32, top_k int32, greedy bool, seed uint32 [B, 2], stop_ids int32
-  [B, MAX_STOP_IDS] (-1 = none). They are of all slots, or of those that
-  state['slot'], int32 [B], numbers.
+  [B, MAX_STOP_IDS] (-1 = none), replay int32 (tokens of the log that delta
+  nets write first, see `states.accepted`). They are of all slots, or, without
+  delta nets, of those that state['slot'], int32 [B], numbers.
 
   Returns caches, ids int32 [chunk, B], logps float32 [chunk, B], counts int32
   [B] (tokens sampled), and the steps that were run, int32 [1].
   """
-  B, S, n = len(state['token']), kv.length(shape.max_len), shape.chunk
+  B, n = len(state['token']), shape.chunk
   some = state.get('slot')
   slots = jnp.arange(B) if some is None else some
   positions = state['length'] + jnp.arange(n)[:, None]
   u = uniforms(jnp.broadcast_to(state['seed'], (n, B, 2)), positions)
+  nets = cfg.delta_layers
+  caches = [
+    states.begin(cache, state['replay']) if i in nets else cache
+    for i, cache in enumerate(caches)
+  ]
 
   def step(carry):
     t, token, counts, ended, caches, ids, logps = carry
     active = (counts < state['left']) & ~ended
     at = (state['length'] + counts - 1)[:, None]
-    put = jnp.where(active[:, None], at, S)  # S: out of bounds, dropped
+    put = jnp.where(active[:, None], at, _NOWHERE)
     x = decoder.embed(weights, cfg, token)[:, None]
     new = []
     for p, cache, layer in zip(
@@ -322,7 +343,13 @@ def decode(weights, caches, state, *, cfg, shape, mesh=None):
         new.append(kv.write(cfg, cache, slots, put, (k, v), mesh))
         return kv.attend(cfg, q, *new[-1], at, window, mesh, some)
 
-      x = decoder.block(p, cfg, x, layer.rope, attend, mesh)
+      def follow(*of_net, cache=cache):
+        o, after = states.step(cfg, cache, t, active, at, *of_net, mesh)
+        new.append(after)
+        return o
+
+      mix = follow if layer.delta else attend
+      x = decoder.block(p, cfg, x, layer, mix, mesh)
     # Whole rows for the draw: its branches may contain no collective. Gathered
     # are the logits: without the first constraint XLA gathers the head.
     logits = finish(weights, cfg, x[:, 0])
@@ -356,23 +383,29 @@ def decode(weights, caches, state, *, cfg, shape, mesh=None):
     jnp.zeros((n, B), jnp.float32),
   )
   t, _, counts, _, caches, ids, logps = jax.lax.while_loop(go, step, carry)
+  caches = [
+    states.pinned(cfg, c.kept, mesh) if i in nets else c
+    for i, c in enumerate(caches)
+  ]
   return caches, ids, logps, counts, t[None]
 
 
-def prefill(weights, caches, ids, slots, start, lengths, *, cfg, fresh, mesh):
+def prefill(
+  weights, caches, ids, slots, start, lengths, replay, *, cfg, fresh, mesh
+):
   """Writes the K/V of ids [R, W] to rows `slots` from position `start`.
 
-  lengths [R]: real tokens of a row; an empty row has slot == B. fresh: every
-  start is 0, and the cache is not read. No logits: `decode` always computes the
-  last token of a sequence, so the last layer's attention and feed-forward are
-  dead code here.
+  lengths [R]: real tokens of a row; an empty row has slot == B. replay [R]:
+  tokens of the log that delta nets write before, see `states.accepted`. fresh:
+  every start is 0, and the cache is not read. No logits: `decode` always
+  computes the last token of a sequence, so the last layer's attention and
+  feed-forward are dead code here.
   """
-  B, _, S, _ = caches[0][1].shape
-  R, W = ids.shape
+  B, W = len(caches[0][0]), ids.shape[1]
   slots = sharding.own_rows(slots, B)
   index = jnp.arange(W)[None]
   at = start[:, None] + index
-  put = jnp.where(index < lengths[:, None], at, S)
+  put = jnp.where(index < lengths[:, None], at, _NOWHERE)
   x = decoder.embed(weights, cfg, ids)
   new = []
   for p, cache, layer in zip(
@@ -386,7 +419,14 @@ def prefill(weights, caches, ids, slots, start, lengths, *, cfg, fresh, mesh):
         return attention.causal(q, k, v, *own, window=window)
       return kv.attend(cfg, q, *new[-1], at, window, slots=slots)
 
-    x = decoder.block(p, cfg, x, layer.rope, attend, mesh)
+    def follow(*of_net, cache=cache):
+      place = slots, None if fresh else replay, at, lengths, mesh
+      o, after = states.prefill(cfg, cache, *place, *of_net)
+      new.append(after)
+      return o
+
+    mix = follow if layer.delta else attend
+    x = decoder.block(p, cfg, x, layer, mix, mesh)
   return new
 
 
@@ -396,10 +436,13 @@ def score(weights, ids, *, cfg, mesh=None):
   at = jnp.broadcast_to(jnp.arange(W, dtype=jnp.int32), (R, W))
   x = decoder.embed(weights, cfg, ids)
   for p, layer in zip(weights['layers'], decoder.layers_of(cfg, at)):
-    attend = functools.partial(
+    mix = functools.partial(
       attention.causal, kernel=cfg.attention, window=layer.window
     )
-    x = decoder.block(p, cfg, x, layer.rope, attend, mesh)
+    if layer.delta:
+      where = dict(positions=at, segments=jnp.zeros_like(ids), mesh=mesh)
+      mix = functools.partial(deltanet.causal, cfg.delta, **where)
+    x = decoder.block(p, cfg, x, layer, mix, mesh)
   targets = jnp.pad(ids[:, 1:], ((0, 0), (0, 1))).reshape(-1)
   x = x.reshape(R * W, -1)
 
@@ -431,7 +474,7 @@ class Programs:
       return jax.jit(f, donate_argnums=donate)
 
     self.decode = program(decode, (-1, 0, 0), (0, 1, 1, 0, 0), shape=shape)
-    prefills = functools.partial(program, prefill, (-1, 0, 0, 0, 0, 0), 0)
+    prefills = functools.partial(program, prefill, (-1, *[0] * 6), 0)
     self.fresh, self.extend = prefills(fresh=True), prefills(fresh=False)
     self.score = program(score, (-1, 0), 0, donate=())
 
@@ -452,4 +495,5 @@ def idle_state(slots: int) -> dict:
     'greedy': np.zeros(slots, bool),
     'seed': np.zeros((slots, 2), np.uint32),
     'stop_ids': np.full((slots, MAX_STOP_IDS), -1, np.int32),
+    'replay': np.zeros(slots, np.int32),
   }

@@ -9,6 +9,7 @@ Axis letters: R rows, L layers, K kv heads, S positions of a piece, H head dim.
 from concurrent import futures
 import dataclasses
 import functools
+import math
 
 import jax
 from jax import lax
@@ -19,8 +20,9 @@ from searchrl_jax import lookup
 from searchrl_jax.devices import compiling, sharding
 from searchrl_jax.engines.core import SyncError, require
 from searchrl_jax.engines.jax import caches as kv
-from searchrl_jax.engines.jax import decode
+from searchrl_jax.engines.jax import decode, states
 from searchrl_jax.engines.jax.slots import Box, Copy, Piece, Plan, Room
+from searchrl_jax.engines.jax.states import State
 from searchrl_jax.engines.weights import checksum
 from searchrl_jax.models import decoder, lora
 from searchrl_jax.models.decoder import DecoderConfig
@@ -29,9 +31,20 @@ PIECE = 256
 
 
 def bytes_per_token(cfg: DecoderConfig) -> int:
-  """Of keys and values, in all layers."""
-  numbers = 2 * cfg.n_layers * cfg.n_kv_heads * cfg.head_dim
-  return numbers * jnp.dtype(cfg.dtype).itemsize
+  """Of keys and values, in all layers; at least 1."""
+  layers = cfg.n_layers - len(cfg.delta_layers)
+  numbers = 2 * layers * cfg.n_kv_heads * cfg.head_dim
+  return numbers * jnp.dtype(cfg.dtype).itemsize or 1
+
+
+def state_bytes(cfg: DecoderConfig, chunk: int) -> int:
+  """Of the delta nets' states of a sequence, in all layers."""
+  if not cfg.delta_layers:
+    return 0
+  fields = states.layouts(cfg, 1, chunk)
+  sizes = (jnp.dtype(d or cfg.dtype).itemsize for *_, d in fields)
+  one = sum(math.prod(s) * size for (_, s, _), size in zip(fields, sizes))
+  return len(cfg.delta_layers) * one
 
 
 def room(cfg: DecoderConfig, config) -> Room:
@@ -43,7 +56,8 @@ def room(cfg: DecoderConfig, config) -> Room:
   size = bytes_per_token(cfg)
   piece = min(PIECE, kv.length(config.max_len))
   held = int(config.host_gib * 2**30 / size)
-  out = Room(config.slots, held, piece, config.max_len)
+  state = -(-state_bytes(cfg, config.chunk) // size)
+  out = Room(config.slots, held, piece, config.max_len, state)
   least = out.size(config.max_len)
   require(
     out.tokens >= least,
@@ -96,7 +110,7 @@ def read_piece(cfg, caches, slots, start, size, mesh):
       time = names.index('time')
       return sharding.total(kv.read(cache, time, *at, size, mode='fill'))
 
-    pairs = [tuple(map(one, pair, kv.axes(cfg))) for pair in caches]
+    pairs = [tuple(map(one, pair, kv.axes(cfg))) for pair in _pairs(caches)]
     return tuple(map(jnp.stack, zip(*pairs)))
 
   return _on_own_devices(read, mesh, caches, slots, start, out=-1)
@@ -115,10 +129,47 @@ def write_piece(cfg, caches, piece, slots, start, mesh):
       out = lax.scatter(cache, at, new, numbers, mode='drop')
       return sharding.constrain(out, mesh, *names)
 
-    axes, pairs = kv.axes(cfg), zip(caches, zip(*piece))
-    return [tuple(map(one, *pair, axes)) for pair in pairs]
+    axes, new = kv.axes(cfg), zip(*piece)
+    return [
+      x if isinstance(x, State) else tuple(map(one, x, next(new), axes))
+      for x in caches
+    ]
 
   return _on_own_devices(write, mesh, caches, piece, slots, start)
+
+
+def _pairs(caches) -> list:
+  return [x for x in caches if not isinstance(x, State)]
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def read_states(caches, slots, mesh):
+  """The states of the slots int32 [R], of each delta net."""
+
+  def read(caches, slots):
+    own = sharding.own_rows(slots, len(caches[0][0]))
+    one = lambda x: x.at[own].get(mode='fill', fill_value=0)
+    nets = [x for x in caches if isinstance(x, State)]
+    return jax.tree.map(lambda x: sharding.total(one(x)), nets)
+
+  return _on_own_devices(read, mesh, caches, slots, out=-1)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 4), donate_argnums=1)
+def write_states(cfg, caches, nets, slots, mesh):
+  """Writes the result of `read_states`, bit for bit; skips missing slots."""
+
+  def write(caches, nets, slots):
+    own, new = sharding.own_rows(slots, len(caches[0][0])), iter(nets)
+    put = lambda x, y: x.at[own].set(y, mode='drop')
+    return [
+      states.pinned(cfg, jax.tree.map(put, x, next(new)), mesh)
+      if isinstance(x, State)
+      else x
+      for x in caches
+    ]
+
+  return _on_own_devices(write, mesh, caches, nets, slots)
 
 
 class Device:
@@ -130,9 +181,9 @@ class Device:
     # divided evenly too.
     slots, parts = shape.slots // self._lanes, sharding.parts(mesh, shape.slots)
     require(
-      shape.exact or _alone(mesh),
+      shape.exact or (_alone(mesh) and not cfg.delta_layers),
       'config.engine.exact=False is for one CPU, where idle slots cost as much '
-      'as active ones; use True here',
+      'as active ones, and for attention alone; use True here',
     )
     shape = dataclasses.replace(shape, slots=slots, parts=parts)
     self._cfg, self._shape, self._mesh = cfg, shape, mesh
@@ -140,6 +191,7 @@ class Device:
     self._programs = decode.programs(cfg, shape, mesh)
     self._length = kv.length(shape.max_len)
     self._piece = min(PIECE, self._length)
+    self._nets = bool(cfg.delta_layers)
     self._weights = None
     self._caches: list[list] = []  # of each lane
     self.load(params)
@@ -165,9 +217,9 @@ class Device:
 
   def reset(self) -> None:
     """Fills the caches with zeros, so that no NaN of old weights remains."""
-    self._caches = []
+    self._caches, shape = [], self._shape
     self._caches = [
-      kv.make(self._cfg, self._shape.slots, self._shape.max_len, self._mesh)
+      kv.make(self._cfg, shape.slots, shape.max_len, self._mesh, shape.chunk)
       for _ in range(self._lanes)
     ]
 
@@ -181,8 +233,9 @@ class Device:
 
   def _parts(self, kind: str) -> dict:
     parts = {k: v for k, v in self._weights.items() if k != 'layers'}
-    for name in self._weights['layers'][0]:
-      parts[f'layers/{name}'] = [p[name] for p in self._weights['layers']]
+    for layer in self._weights['layers']:
+      for name, x in layer.items():
+        parts.setdefault(f'layers/{name}', []).append(x)
     wanted = lora.adapter_table(self._cfg) if kind == 'adapter' else parts
     return {name: parts[name] for name in wanted}
 
@@ -276,13 +329,17 @@ class Device:
     jax.block_until_ready(self._caches)
 
   def _evict(self, plan: Plan) -> None:
-    for slot, box in plan.evictions:
+    for slot, box in (*plan.evictions, *plan.kept):
       pieces = [self._read([slot], 1, i) for i in self._starts(box.length)]
-      box.data = jax.device_get(pieces)
+      nets = self._read_states([slot], 1) if self._nets else []
+      box.data, box.states = jax.device_get((pieces, nets))
 
   def _copy(self, copies: list[Copy]) -> None:
     rows, groups = self._shape.rows(self._piece), {}
     for c in copies:
+      held = c.states or c.box
+      if held and held.states:
+        self._write_states(held.states, [c.target], 1)
       if c.box is None:
         lanes = c.source % self._lanes, c.target % self._lanes
         groups.setdefault(lanes, []).append(c)
@@ -297,6 +354,20 @@ class Device:
           batch = longer[i : i + rows]
           piece = self._read([c.source for c in batch], rows, start)
           self._write(piece, [c.target for c in batch], rows, start)
+      live = [c for c in group if self._nets and c.states is None]
+      for i in range(0, len(live), rows):
+        batch = live[i : i + rows]
+        nets = self._read_states([c.source for c in batch], rows)
+        self._write_states(nets, [c.target for c in batch], rows)
+
+  def _read_states(self, slots: list[int], rows: int):
+    lane, at = self._at(slots, rows)
+    return read_states(self._caches[lane], at, self._mesh)
+
+  def _write_states(self, nets, slots: list[int], rows: int) -> None:
+    lane, at = self._at(slots, rows)
+    args = nets, at, self._mesh
+    self._caches[lane] = write_states(self._cfg, self._caches[lane], *args)
 
   def _read(self, slots: list[int], rows: int, start):
     """`read_piece` of slots of one lane, in `rows` rows."""
@@ -354,12 +425,13 @@ class Device:
       ]
 
   def _arrays(self, pieces: list[tuple[int, Piece]], rows: int, width: int):
-    """ids [rows, width], slots, start, lengths [rows] for a prefill."""
+    """ids [rows, width], slots, start, lengths, replay [rows] of a prefill."""
     ids = np.zeros((rows, width), np.int32)
     slots = np.full(rows, self._shape.slots, np.int32)
-    start, lengths = np.zeros((2, rows), np.int32)
+    start, lengths, replay = np.zeros((3, rows), np.int32)
     for i, piece in pieces:
       n = len(piece.ids)
       ids[i, :n] = piece.ids
       slots[i], start[i], lengths[i] = piece.slot, piece.start, n
-    return ids, slots, start, lengths
+      replay[i] = piece.replay
+    return ids, slots, start, lengths, replay

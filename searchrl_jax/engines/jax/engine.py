@@ -142,6 +142,8 @@ class JaxEngine(core.Engine):
       handle.busy = False
       self._waiting = [r for r in self._waiting if r is not request]
       self._active = {s: r for s, r in self._active.items() if r is not request}
+      if not request.stop:
+        self._table.forget(handle)
       self._table.rewind(handle)
       self._wake_driver()
 
@@ -346,6 +348,7 @@ class JaxEngine(core.Engine):
     return plan
 
   def _state(self) -> dict:
+    """Of the slots, for the call of the device that comes next."""
     state = decode.idle_state(self._table.room.slots)
     for slot, r in self._active.items():
       s = r.sampling
@@ -353,6 +356,7 @@ class JaxEngine(core.Engine):
       state['length'][slot] = r.length
       state['left'][slot] = s.max_tokens - len(r.ids)
       state['seed'][slot] = r.seed
+      state['replay'][slot] = self._table.follow(r.handle, r.length - 1)
       state['stop_ids'][slot, : len(s.stop_ids)] = s.stop_ids
       if s.temperature == 0:
         state['greedy'][slot] = True

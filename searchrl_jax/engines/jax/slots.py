@@ -15,6 +15,12 @@ The content of a cache must not depend on the order of arrival (design 5.10):
 * an evicted prefix goes to host memory and comes back bit for bit. It is
   never computed again, because prefill and decode may differ in last bits.
 
+Keys and values serve every shorter prefix too. The states of delta nets serve
+those alone that their log reaches (`states`). So those of a fork are kept in
+host memory before the slot that it shares goes on; and a sequence that is cut
+before its last chunk, or whose call was cancelled, is computed again: its own
+history decides that, whatever has become of its slot.
+
 Host memory must therefore suffice. Admission ensures it: a sequence starts only
 if slots and host memory can hold all started sequences, each at its limit.
 """
@@ -40,10 +46,11 @@ class Room:
   tokens: int  # of host memory
   piece: int  # tokens of a sequence that are copied, and counted, together
   max_len: int
+  state: int = 0  # tokens' memory that the states of delta nets take; 0: none
 
   def size(self, tokens: int) -> int:
     """Tokens of host memory that a sequence of `tokens` takes."""
-    return -(-tokens // self.piece) * self.piece
+    return -(-tokens // self.piece) * self.piece + self.state
 
   def holds(self, sizes: Iterable[int]) -> bool:
     """Whether sequences of these sizes fit, whichever of them are in slots."""
@@ -70,6 +77,7 @@ class Handle(handles.Handle):
     # [start, stop) of each prefill after the prompt. `cached` may be less.
     self.pieces: tuple[tuple[int, int], ...] = ()
     self.computed = 0  # the maximum of `cached` over all versions
+    self.since = 0  # the shortest prefix that its states can be cut back to
     self.ended = 0.0  # when its last call ended (time.monotonic)
 
 
@@ -98,6 +106,8 @@ class Rows:
     self.owner: Handle | None = owner  # the only handle that may write
     self.users = {owner}
     self.used = 0  # time of the last admission, for LRU eviction
+    self.first = 0  # `Handle.since` of those whose states are there
+    self.kept: list[Box] = []  # the states of others
 
 
 class Box:
@@ -106,6 +116,8 @@ class Box:
   def __init__(self, length: int):
     self.length = length  # positions to keep
     self.data: list = []  # the (k, v) of each piece, see engines/jax/device.py
+    self.states: list = []  # of the delta nets
+    self.first = 0  # see `Rows`
 
 
 @dataclasses.dataclass
@@ -117,6 +129,7 @@ class Copy:
   target: int
   length: int  # positions
   start: int = 0  # the target has those before it
+  states: Box | None = None  # in place of the source's
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,6 +139,7 @@ class Piece:
   slot: int
   start: int
   ids: tuple[int, ...]
+  replay: int = 0  # tokens of the log before them, see `states`
 
 
 class Plan:
@@ -134,6 +148,7 @@ class Plan:
   def __init__(self, epoch: int):
     self.epoch = epoch
     self.evictions: list[tuple[int, Box]] = []  # before every level
+    self.kept: list[tuple[int, Box]] = []  # states, at the same time
     self.copies: dict[int, list[Copy]] = {}
     self.pieces: dict[int, list[Piece]] = {}
     self.ready: dict[Rows, int] = {}  # level at which they are complete
@@ -156,7 +171,7 @@ class SlotTable:
     """Forgets every cached prefix (the weights or the caches are new)."""
     self.epoch += 1
     for handle in itertools.chain.from_iterable(self._prompts.values()):
-      handle.rows, handle.cached, handle.pieces = None, 0, ()
+      handle.rows, handle.cached, handle.pieces, handle.since = None, 0, (), 0
     self._free = list(range(self.room.slots))
     self._held: dict[int, Rows] = {}  # slot -> rows
     self._paused = 0  # tokens in host memory
@@ -179,7 +194,7 @@ class SlotTable:
     child.prompt = handle.prompt
     if handle.rows is not None:
       self._share(child, handle.rows, handle.cached)
-      child.pieces = handle.pieces
+      child.pieces, child.since = handle.pieces, handle.since
       self._sizes[child] = self._sizes.get(handle, 0)  # of the shared rows
     self.add(child)
     return child
@@ -202,16 +217,26 @@ class SlotTable:
     cut = any(start < cached < stop for start, stop in handle.pieces)
     handle.pieces = tuple(p for p in handle.pieces if p[0] < cached)
     handle.pieces += ((cached, cached),) * cut
+    if cached < handle.since:
+      self.forget(handle)
+
+  def forget(self, handle: Handle) -> None:
+    """Has the handle computed again, where delta nets have no way back."""
+    if self.room.state:
+      self.drop(handle)
+      handle.pieces = ()
 
   def drop(self, handle: Handle) -> None:
     """Releases the handle's rows; the last user frees the slot."""
     rows = handle.rows
-    handle.rows, handle.cached = None, 0
+    handle.rows, handle.cached, handle.since = None, 0, 0
     if rows is None:
       return
     rows.users.discard(handle)
     if rows.owner is handle:
       rows.owner = None
+    needed = {user.since for user in rows.users}
+    rows.kept = [box for box in rows.kept if box.first in needed]
     if rows.users:
       return
     if rows.slot is None:
@@ -261,6 +286,8 @@ class SlotTable:
     rows = handle.rows
     if any(u.cached > handle.cached for u in rows.users):
       return False
+    if self._kept(rows, handle.since):
+      return False
     if rows.owner is None:
       rows.owner = handle
     return rows.owner is handle
@@ -272,17 +299,56 @@ class SlotTable:
 
     Returns False if no slot can be freed.
     """
+    self._take_back(handle, plan)
     if not self.settled(handle) and not self._place(handle, plan, busy):
       return False
     self._clock += 1
     rows = handle.rows
     rows.used = self._clock
+    self._keep_states(handle, plan)
     level = plan.ready.get(rows, 0)
     prompt = len(handle.prompt) - 1
     if handle.cached < prompt:
       level = self._prefill(handle, tokens, prompt, level, plan)
     plan.ready[rows] = self._append(handle, tokens, level, plan)
     return True
+
+  def follow(self, handle: Handle, start: int) -> int:
+    """Says that states go on from `start`; returns how many tokens of their log
+    come before, -1 if no token does."""
+    rows = handle.rows
+    replay = start - rows.first if start else -1
+    rows.first = handle.since = start
+    return replay
+
+  def _kept(self, rows: Rows, since: int) -> Box | None:
+    """Where states are that can be cut back to `since`; None: with the rows."""
+    if not self.room.state or rows.first == since:
+      return None
+    return next(box for box in rows.kept if box.first == since)
+
+  def _take_back(self, handle: Handle, plan: Plan) -> None:
+    """Gives a slot the states that were kept of the handle, if no other handle
+    has the slot any more."""
+    rows = handle.rows
+    if rows is None or rows.slot is None or len(rows.users) > 1:
+      return
+    if box := self._kept(rows, handle.since):
+      level = plan.ready[rows] = plan.ready.get(rows, 0) + 1
+      copy = Copy(rows.slot, None, rows.slot, 0, states=box)
+      plan.copies.setdefault(level, []).append(copy)
+      rows.first, rows.kept, rows.owner = handle.since, [], handle
+
+  def _keep_states(self, handle: Handle, plan: Plan) -> None:
+    """Keeps the states of others in the handle's slot, which goes on."""
+    rows = handle.rows
+    shared = any(u is not handle and u.since == rows.first for u in rows.users)
+    if self.room.state and shared:
+      box = Box(0)
+      box.first = rows.first
+      # An earlier one served a handle that nothing of its log belongs to.
+      rows.kept = [old for old in rows.kept if old.first != box.first] + [box]
+      plan.kept.append((rows.slot, box))
 
   def _append(self, handle: Handle, tokens, level: int, plan: Plan) -> int:
     """Plans what follows the prompt; returns the level at which it is there.
@@ -301,7 +367,9 @@ class SlotTable:
         and other.ids[:end] == tokens[:end]
       )
 
-    twins = filter(same, self._prompts[handle.prompt]) if start < end else ()
+    # A state depends on how its tokens were divided, which is not compared.
+    known = start < end and not self.room.state
+    twins = filter(same, self._prompts[handle.prompt]) if known else ()
     ready = lambda other: plan.ready.get(other.rows, 0)
     twin = min(twins, key=ready, default=None)
     if twin is None:
@@ -327,19 +395,22 @@ class SlotTable:
       rows = self._same_prompt(handle)
       if rows is not None:
         self._share(handle, rows, len(handle.prompt) - 1)
-    cached, level = handle.cached, None
+        handle.since = handle.cached
+    cached, since, level = handle.cached, handle.since, None
     if rows is not None:
       if rows.slot is None:
         self._counters['restored_tokens'] += cached
       level = plan.ready.get(rows, 0) + 1
-      copy = Copy(rows.slot, rows.box, slot, cached)
+      kept = self._kept(rows, since)
+      copy = Copy(rows.slot, rows.box, slot, cached, states=kept)
       plan.copies.setdefault(level, []).append(copy)
     if rows is not None and len(rows.users) == 1:
       self._paused -= self.room.size(rows.box.length)
-      rows.slot, rows.box, rows.owner = slot, None, handle
+      rows.slot, rows.box, rows.owner, rows.kept = slot, None, handle, []
     else:
       self.drop(handle)  # other users keep the rows
       handle.rows, handle.cached = Rows(slot, handle), cached
+    handle.rows.first = handle.since = since
     self._held[slot] = handle.rows
     if level is not None:
       plan.ready[handle.rows] = level
@@ -350,7 +421,9 @@ class SlotTable:
     need = len(handle.prompt) - 1
     group = self._prompts[handle.prompt] if need else ()
     holds = (other.rows for other in group if other.cached >= need)
-    return next(filter(None, holds), None)
+    firsts = lambda rows: {rows.first, *(box.first for box in rows.kept)}
+    fit = lambda rows: rows and (not self.room.state or need in firsts(rows))
+    return next(filter(fit, holds), None)
 
   def _free_slot(self, plan: Plan, busy) -> int | None:
     """A free slot, else that of the least recently used idle prefix."""
@@ -380,7 +453,9 @@ class SlotTable:
     """Plans pieces up to `end`; returns the level of the last one."""
     for start, stop in self._pieces(handle.cached, end):
       level += 1
-      piece = Piece(handle.rows.slot, start, tuple(tokens[start:stop]))
+      ids, replay = tuple(tokens[start:stop]), self.follow(handle, start)
+      piece = Piece(handle.rows.slot, start, ids, replay)
+      self.follow(handle, stop)
       plan.pieces.setdefault(level, []).append(piece)
       self._counters['prefilled_tokens'] += stop - start
       recomputed = min(stop, handle.computed) - start

@@ -135,9 +135,8 @@ class Worker:
     """
     model = self.model_runner.get_model()
     sums: dict[str, list[int]] = {name: [0, 0] for name in shapes}
-    family = self._searchrl_published.config['family']
     ours = {k: tuple(v) for k, v in shapes.items()}
-    table = hf_tensors.table(ours, family)
+    table = hf_tensors.table(ours, self._searchrl_published.config)
     for name, tensor in table.items():
       *parents, leaf, kind, _ = name.split('.')
       leaf, n = _FUSED.get(leaf, (leaf, 0))

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from searchrl_jax import lookup
 from searchrl_jax.engines.core import SyncError
+from searchrl_jax.models import families
 
 
 def _mix(h):
@@ -55,10 +56,15 @@ def _all(parts: dict, dtype):
   for name, arrays in parts.items():
     offset, total = 0, jnp.zeros(2, jnp.uint32)
     for x in arrays:
-      total += _sums(x.astype(dtype or x.dtype), offset & 0xFFFFFFFF)
+      kind = _kind(name, x, dtype)
+      total += _sums(x.astype(kind), offset & 0xFFFFFFFF)
       offset += x.size
     out[name] = total
   return out
+
+
+def _kind(name: str, x, dtype: str | None) -> str:
+  return families.dtype_of(name, dtype) if dtype else x.dtype.name
 
 
 def checksums(parts: dict, dtype: str | None = None) -> dict[str, str]:
@@ -66,14 +72,14 @@ def checksums(parts: dict, dtype: str | None = None) -> dict[str, str]:
 
   parts: {name: array, or a list of arrays that stack on a new first axis}.
   dtype: checksum the tensors as cast to it (an engine may hold bfloat16 of a
-  float32 trainer); None: as they are.
+  float32 trainer; but see `families.dtype_of`); None: as they are.
   """
   lists = {k: v if isinstance(v, list) else [v] for k, v in parts.items()}
   sums = jax.device_get(_all(lists, dtype))
   out = {}
   for name, (first, *_) in lists.items():
     stacked = (len(parts[name]),) * isinstance(parts[name], list)
-    kind = jnp.dtype(dtype or first.dtype).name
+    kind = _kind(name, first, dtype)
     out[name] = _text(kind, (*stacked, *first.shape), *map(int, sums[name]))
   return out
 

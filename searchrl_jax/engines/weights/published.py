@@ -20,7 +20,7 @@ import tensorstore as ts
 from searchrl_jax import lookup
 from searchrl_jax.models import families, hf_config, hf_tensors
 
-FORMAT = 4  # of a publication: its metadata, and how tensors are stored
+FORMAT = 5  # of a publication: its metadata, and how tensors are stored
 PREFIX = 'state'  # of the names of stores
 
 
@@ -71,7 +71,7 @@ class Published(Weights):
 
     A tied head is not included.
     """
-    return hf_tensors.table(self.shapes, self.config['family'])
+    return hf_tensors.table(self.shapes, self.config)
 
   def tensors(self, tied: bool = False) -> Iterator[tuple[str, np.ndarray]]:
     """(Hugging Face name, array) of each, one in memory at a time.
@@ -181,6 +181,11 @@ def write_serving_folder(
   why = 'vLLM computes the head_dim of a Qwen2 as d_model / n_heads'
   good = n * H == D or config['family'] != 'qwen2'
   lookup.require(good, f'{what}: {why}; make them equal')
+  what = (
+    f"config.engine.module='vllm': family {config['family']} has delta nets"
+  )
+  why = 'whose fused tensors are not verified; use another model'
+  lookup.require(not config['delta'], f'{what}, {why}')
   fields = hf_config.format_config(config, dtype=dtype)
   field = 'max_position_embeddings'
   text = json.dumps(fields | {field: max(fields[field], max_len)}, indent=2)
