@@ -65,8 +65,11 @@ def test_a_passage_twice_in_a_search_is_redundant():
   np.testing.assert_allclose(credit, [0.6 * (1 / 2 - 1 / 3), 0.309], atol=1e-6)
 
 
+# No more than a turn has room for.
 WORDS = st.lists(
-  st.sampled_from('who wrote it where is Ann x'.split()), min_size=1
+  st.sampled_from('who wrote it where is Ann x'.split()),
+  min_size=1,
+  max_size=20,
 )
 QUERIES = st.lists(WORDS.map(' '.join), min_size=1, max_size=3)
 
