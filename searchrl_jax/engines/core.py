@@ -100,6 +100,10 @@ class SyncError(RuntimeError):
   """The engine does not hold the published weights; the run must stop."""
 
 
+class DeltaError(SyncError):
+  """What changed cannot be published or loaded; everything may be."""
+
+
 class EngineError(RuntimeError):
   """A call that the engine cannot serve; the message says how to fix it."""
 

@@ -320,8 +320,8 @@ class Session(services.Opener):
     metrics, config, failure = dict(metrics), self.config, None
     self.step += 1
     if self.engine is not None:
-      differ, failure = self._advance()
-      metrics['sync/canary_max_diff'] = differ
+      synced, failure = self._advance()
+      metrics |= synced
     failure = failure or self._mismatch(metrics)
     late = lambda: 0 < self._seconds < time.monotonic() - self._started
     self._late = cluster.first('time', late)
@@ -358,20 +358,24 @@ class Session(services.Opener):
       text = f'stopped by a signal after step {self.step}; saved'
       raise cluster.on_all(signals.Stopped(text))
 
-  def _advance(self) -> tuple[float, Exception | None]:
+  def _advance(self) -> tuple[dict[str, float], Exception | None]:
     """Publishes the weights of the step, unless a signal came.
 
     Returns:
-      `SyncReport.canary_max_diff`, and the error that all processes have.
+      Metrics, and the error that all processes have.
     """
+    differ, failure = np.nan, None
     try:
       cluster.agree('wake', lambda: self.signals.finish(self.engine.wake()))
       differ = np.nan if self._stops() else self.publish()
     except Exception as e:
       if cluster.alone(e):
         raise  # the others wait for this process
-      return np.nan, e
-    return differ, None
+      failure = e
+    metrics = {'sync/canary_max_diff': differ}
+    if self.config.engine.sync == 'delta':
+      metrics['sync/refused_deltas'] = self.engine.stats()['refused_deltas']
+    return metrics, failure
 
   def _stops(self) -> bool:
     """Whether a signal came to any process."""

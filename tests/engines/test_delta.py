@@ -2,28 +2,39 @@
 
 import asyncio
 import dataclasses
+import errno
 import json
 import logging
+import os
+import re
 import shutil
+import subprocess
+import sys
+import threading
+import time
+import types
 import zlib
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import optax
 import pytest
 
-from searchrl_jax.engines.core import EngineError, Sampling, WeightsUpdate
-from searchrl_jax.engines.vllm import servers
-from searchrl_jax.engines.weights import (
-  checksum,
-  delta,
-  publication,
-  published,
-  sync,
+from searchrl_jax.devices import sharding
+from searchrl_jax.engines.core import (
+  DeltaError,
+  EngineError,
+  Sampling,
+  SyncError,
+  WeightsUpdate,
 )
+from searchrl_jax.engines.vllm import plugin, servers
+from searchrl_jax.engines.weights import delta, publication, published, sync
 from searchrl_jax.engines.weights.published import PublishedError
+from searchrl_jax.models import decoder
+from searchrl_jax.run import session
+from tests.conftest import ROOT
 from tests.engines.common import CFG, make_params
 from tests.engines.contract import once
 from tests.engines.fake_vllm import check, make
@@ -118,7 +129,7 @@ def test_a_copy_brought_to_a_version_is_that_version(tmp_path, dtype, tied):
     assert 0 < done.sent == done.delta.bytes < done.bytes / 2
     sizes = [p.stat().st_size for p in done.delta.path.iterdir()]
     assert done.sent < sum(sizes) < done.sent + 5000
-    new, base, changed = delta.bring(done.path, done.delta.path)
+    new, base, changed = delta.bring(done.path, done.delta.path, locate=True)
     assert (new.version, base) == (version, version - 1)
     whole = publisher(tmp_path / f'b{version}', cfg, dtype)
     want = whole.publish(params, version)
@@ -142,7 +153,7 @@ def test_what_did_not_change_has_no_piece(tmp_path):
   out.prune(2)
   same = out.publish_delta(params, 3)
   assert same.sent == 0
-  assert delta.bring(same.path, same.delta.path)[2] == {}
+  assert delta.bring(same.path, same.delta.path, locate=True)[2] == {}
 
 
 def test_most_bytes_or_a_doubt_publish_everything(tmp_path):
@@ -163,14 +174,140 @@ def test_most_bytes_or_a_doubt_publish_everything(tmp_path):
   assert not [*tmp_path.iterdir()]
 
 
-def test_several_workers_bring_a_copy_once(tmp_path):
+@pytest.mark.parametrize('first', [True, False])
+def test_several_workers_bring_a_copy_once(tmp_path, first):
+  """Each is told where it changed, if it asks."""
+  out = acknowledged(tmp_path, make_params())
+  before = dict(contents(out.path(1))[1])
+  done = out.publish_delta(step(make_params()), 2)
+  _, base, told = delta.bring(done.path, done.delta.path, locate=first)
+  assert base == 1 and (told is None) != first
+  want = contents(done.path)
+  new, base, changed = delta.bring(done.path, done.delta.path, locate=True)
+  assert (new.version, base) == (2, 1)
+  assert contents(done.path) == want
+  for name, at in changed.items():
+    old, bits = (np.frombuffer(x[name], np.uint16) for x in (before, want[1]))
+    np.testing.assert_array_equal(at, np.flatnonzero(old != bits))
+    assert not told or (told[name] == at).all()
+  assert delta.bring(done.path, done.delta.path)[2] is None
+
+
+def test_every_server_that_can_takes_over_only_what_changed(
+  tmp_path, monkeypatch
+):
   out = acknowledged(tmp_path, make_params())
   done = out.publish_delta(step(make_params()), 2)
-  assert delta.bring(done.path, done.delta.path)[2]
-  want = contents(done.path)
-  new, _, changed = delta.bring(done.path, done.delta.path)
-  assert changed is None and new.version == 2
-  assert contents(done.path) == want
+  monkeypatch.setattr(plugin, '_plain', lambda *unused: True)
+  wrote = []
+  monkeypatch.setattr(plugin, '_change', lambda *args: wrote.append(args[2]))
+  for _ in range(2):
+    worker = plugin.Worker()
+    worker.model_runner = types.SimpleNamespace(get_model=lambda: None)
+    worker.parallel_config = types.SimpleNamespace(world_size=1)
+    worker._searchrl_published = dataclasses.replace(done, version=1)
+    worker.searchrl_load(str(done.path), str(done.delta.path))
+    assert worker._searchrl_published.version == 2
+  one, two = wrote
+  assert one.keys() == two.keys() and one
+  assert all((at == two[name]).all() for name, at in one.items())
+
+
+@pytest.mark.skipif(jax.device_count() < 8, reason='needs eight devices')
+def test_of_shards_devices_gather_one_tensor_after_another(
+  tmp_path, monkeypatch
+):
+  """In different orders, they would wait for each other."""
+  gather, lock = publication._served, threading.Lock()
+
+  def alone(*args):
+    assert lock.acquire(blocking=False)
+    time.sleep(0.001)
+    out = gather(*args)
+    lock.release()
+    return out
+
+  mesh = sharding.make_mesh(2, 2, 2)
+  where = decoder.param_shardings(CFG, mesh)
+  place = lambda params: jax.tree.map(jax.device_put, params, where)
+  out = acknowledged(tmp_path / 'a', place(make_params()))
+  after = step(make_params())
+  monkeypatch.setattr(publication.os, 'cpu_count', lambda: 8)
+  with monkeypatch.context() as m:
+    m.setattr(publication, '_served', alone)
+    done = out.publish_delta(place(after), 2)
+  delta.bring(done.path, done.delta.path)
+  want = publisher(tmp_path / 'b').publish(after, 2)
+  assert contents(done.path) == contents(want.path)
+
+
+# --- What is left of differences.
+
+
+def left(folder):
+  return sorted(p.name for p in folder.iterdir())
+
+
+def no_room(folder, pieces, *unused):
+  (folder / [*pieces][0]).write_bytes(b'part')
+  raise OSError(errno.ENOSPC, 'No space left on device')
+
+
+def test_without_room_for_what_changed_everything_is_to_be_published(
+  tmp_path, monkeypatch
+):
+  out = acknowledged(tmp_path, make_params())
+  after = step(make_params())
+  with monkeypatch.context() as m:
+    m.setattr(delta, 'write', no_room)
+    with pytest.raises(DeltaError, match='since version 1 .* No space left'):
+      out.publish_delta(after, 2)
+  assert out.publish_delta(after, 2).delta is None
+  assert left(tmp_path) == ['00000001', '00000002']
+
+
+@pytest.mark.parametrize('by', ['publish', 'publish_delta', 'prune', 'clear'])
+def test_what_a_killed_process_left_is_deleted(tmp_path, by):
+  params = make_params()
+  out = acknowledged(tmp_path, params)
+  part = tmp_path / '00000009.delta'
+  part.mkdir()
+  (part / UP.format(1)).write_bytes(b'part')
+  names = {
+    'publish': ['00000001', '00000002'],
+    'publish_delta': ['00000001', '00000002.delta'],
+    'prune': ['00000001'],
+    'clear': [],
+  }
+  args = {'prune': (1,), 'clear': ()}.get(by, (step(params), 2))
+  getattr(out, by)(*args)
+  assert left(tmp_path) == names[by]
+
+
+HOLDS = """
+import pathlib, sys
+from searchrl_jax.engines.weights import memory
+path = pathlib.Path(sys.argv[1])
+path.mkdir()
+held = memory.lock(path)
+print('held', flush=True)
+sys.stdin.read()
+"""
+
+
+def test_what_another_process_has_in_use_stays(tmp_path):
+  out = acknowledged(tmp_path, make_params())
+  args = [sys.executable, '-c', HOLDS, str(tmp_path / '00000002.delta')]
+  pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+  with subprocess.Popen(args, cwd=ROOT, text=True, **pipes) as other:
+    assert other.stdout.readline() == 'held\n'
+    out.prune(1)
+    assert left(tmp_path) == ['00000001', '00000002.delta']
+    with pytest.raises(DeltaError, match='File exists'):
+      out.publish_delta(step(make_params()), 2)
+    other.stdin.close()
+  out.prune(1)
+  assert left(tmp_path) == ['00000001']
 
 
 def test_a_version_that_is_gone_is_one_sentence(tmp_path):
@@ -235,6 +372,20 @@ def restart(done, fake):
   fake.start()
 
 
+def remove(held):
+  """Between two syncs: of what every server holds."""
+  shutil.rmtree(held.path)
+
+
+def shorten(held):
+  file = held.path / 'arrays' / f'state.{UP.format(1)}' / '0.0'
+  os.truncate(file, 100)
+
+
+EARLIER = {
+  remove: 'since version 1 could not be written: .*missing or damaged',
+  shorten: f'since version 1 could not be written: .*{UP.format(1)}.* damaged',
+}
 FAULTS = {
   lose: 'tensor model.layers.1.mlp.up_proj.weight is missing',
   base: 'holds version 0',
@@ -257,18 +408,23 @@ async def load(engine, params, version):
   return report
 
 
-async def play(fakes, engine, plant=lambda done: None):
+async def play(
+  fakes, engine, plant=lambda done: None, earlier=lambda held: None
+):
   """Three versions, calls all the time; returns the reports of the syncs.
 
   plant: called with the difference of the second before servers load it.
+  earlier: with the publication of the first before the second is made.
   """
   params = [make_params()]
   params += [step(params[0]), step(step(params[0]))]
   sums = [sync.checksums(p, 'bfloat16') for p in params]
   publish = engine._publisher.publish_delta
 
-  def planted(*args):
-    done = publish(*args)
+  def planted(params, version, known):
+    if version == 2:
+      earlier(engine._publisher._held)
+    done = publish(params, version, known)
     if done.delta and done.version == 2:
       plant(done)
     return done
@@ -301,7 +457,11 @@ def test_servers_follow_by_what_changed(fakes, tmp_path, caplog):
     reports = asyncio.run(play(fakes, bfloat16(fakes, tmp_path)))
   whole, *parts = (r.bytes for r in reports)
   assert all(0 < part < whole / 2 for part in parts)
-  assert not [r for r in caplog.records if 'as a whole' in r.message]
+  assert not wholes(caplog)
+
+
+def wholes(caplog):
+  return [r.message for r in caplog.records if 'as a whole' in r.message]
 
 
 @pytest.mark.parametrize('fault', FAULTS, ids=lambda f: f.__name__)
@@ -315,7 +475,8 @@ def test_a_fault_is_never_served(fakes, tmp_path, caplog, fault):
     reports = asyncio.run(play(fakes, engine, plant))
   whole, second, third = (r.bytes for r in reports)
   assert third < whole / 2  # by what changed, again
-  said = [r.message for r in caplog.records if 'as a whole' in r.message]
+  said = wholes(caplog)
+  assert engine.stats()['refused_deltas'] == len(said)
   if FAULTS[fault]:
     [message] = said
     assert message.startswith('version 2 is published as a whole: ')
@@ -323,6 +484,84 @@ def test_a_fault_is_never_served(fakes, tmp_path, caplog, fault):
     assert second > whole
   else:
     assert not said and second < whole / 2
+
+
+@pytest.mark.parametrize('fault', EARLIER, ids=lambda f: f.__name__)
+@pytest.mark.parametrize('fakes', [1, 2], indirect=True)
+def test_a_copy_that_is_lost_between_syncs_is_published(
+  fakes, tmp_path, caplog, fault
+):
+  engine = bfloat16(fakes, tmp_path)
+  with caplog.at_level(logging.WARNING):
+    reports = asyncio.run(play(fakes, engine, earlier=fault))
+  whole, second, third = (r.bytes for r in reports)
+  assert second == whole > 2 * third
+  [message] = wholes(caplog)
+  assert re.search(EARLIER[fault], message)
+  assert engine.stats()['refused_deltas'] == 1
+
+
+def other_model(fake):
+  fake.describes['n_layers'] = 99
+  restart(None, fake)
+
+
+def gone(fake):
+  fake.kill()
+
+
+def keeps(fake):
+  fake.reset_works = False
+
+
+@pytest.mark.parametrize(
+  'fault, error, message',
+  [
+    (other_model, EngineError, 'serves another model'),
+    (gone, EngineError, 'no answer in config.engine.start_seconds=0.5'),
+    (keeps, SyncError, 'did not drop its prefix cache'),
+  ],
+)
+@pytest.mark.parametrize('fakes', [2], indirect=True)
+def test_what_no_publication_heals_stops_the_run(
+  fakes, tmp_path, caplog, fault, error, message
+):
+  """Though the difference fails at the other server."""
+  engine = bfloat16(fakes, tmp_path, start_seconds=0.5)
+
+  async def main():
+    await load(engine, make_params(), 1)
+    await asyncio.to_thread(fault, fakes[1])
+    fakes[0].load_error = 'planted'
+    with pytest.raises(error, match=message):
+      await load(engine, step(make_params()), 2)
+    await engine.shutdown()
+
+  with caplog.at_level(logging.WARNING):
+    asyncio.run(main())
+  assert not wholes(caplog) and engine.stats()['refused_deltas'] == 0
+
+
+@pytest.mark.parametrize('how', ['full', 'delta'])
+def test_refused_differences_are_a_metric(how):
+  """Also of a step whose sync fails."""
+  error = EngineError('planted')
+
+  def publish():
+    raise error
+
+  run = types.SimpleNamespace(
+    config=types.SimpleNamespace(engine=types.SimpleNamespace(sync=how)),
+    engine=types.SimpleNamespace(
+      wake=lambda: None, stats=lambda: {'refused_deltas': 3}
+    ),
+    signals=types.SimpleNamespace(finish=lambda result: result),
+    _stops=lambda: False,
+    publish=publish,
+  )
+  metrics, failure = session.Session._advance(run)
+  assert failure is error
+  assert metrics.get('sync/refused_deltas') == (3 if how == 'delta' else None)
 
 
 @pytest.mark.parametrize('call', ['searchrl_load', 'searchrl_checksums'])
@@ -380,27 +619,3 @@ def test_servers_elsewhere_are_refused(tmp_path):
 
   with pytest.raises(EngineError, match="engine.sync='delta' with .*10.0.0.1"):
     make([Far], tmp_path, sync='delta', dtype='bfloat16')
-
-
-# --- The checksums of a server on a CPU, without one.
-
-
-@pytest.mark.parametrize('dtype', [np.float32, ml_dtypes.bfloat16])
-@pytest.mark.parametrize('transposed', [False, True])
-def test_the_compiled_checksum_is_the_trainers(dtype, transposed):
-  pytest.importorskip('numba')
-  from searchrl_jax.engines.vllm import hashes
-
-  rng = np.random.default_rng(0)
-  x = rng.normal(size=(3, 37, 50)).astype(dtype)
-  x[rng.random(x.shape) < 0.2] = -0.0
-  [text] = checksum.checksums({'x': x}).values()
-  bits = x.view(f'u{x.itemsize}')
-  low = high = 0
-  for i, layer in enumerate(bits):
-    steps = (50, 1)
-    if transposed:
-      layer, steps = np.ascontiguousarray(layer.T), (1, 50)
-    a, b = hashes.compiled()(layer, i * 37 * 50, *steps)
-    low, high = low + a, high + b
-  assert text.endswith(f':{low % 2**32:08x}{high % 2**32:08x}')

@@ -1,4 +1,7 @@
-"""The sums that a vLLM worker takes in torch are those of engines/checksum."""
+"""The sums that a vLLM worker takes are those of engines/weights/checksum.
+
+Those of a CPU, and those of other devices, here also of tensors on a CPU.
+"""
 
 import jax.numpy as jnp
 import numpy as np
@@ -7,11 +10,26 @@ import pytest
 pytest.importorskip('torch', reason='make test-parity')
 import torch  # noqa: E402
 
+from searchrl_jax.engines.vllm import hashes  # noqa: E402
 from searchrl_jax.engines.vllm import plugin as vllm_plugin  # noqa: E402
 from searchrl_jax.engines.weights import checksum  # noqa: E402
 
 pytestmark = pytest.mark.parity
 DTYPES = ('float32', 'bfloat16', 'float16')
+
+
+@pytest.fixture(params=['_on_host', '_on_device'], autouse=True)
+def used(request, monkeypatch):
+  """One way to compute them, and not the other."""
+  calls, compute = [], getattr(hashes, request.param)
+
+  def counted(*args):
+    calls.append(request.param)
+    return compute(*args)
+
+  monkeypatch.setattr(hashes, '_on_host', counted)
+  yield
+  assert calls
 
 
 def stack(dtype, *shape):
@@ -40,19 +58,22 @@ def text(x, sums):
   return checksum.combine([{'q': [x.dtype.name, shape, low, high]}])
 
 
+@pytest.mark.parametrize('transposed', [False, True])
 @pytest.mark.parametrize('dtype', DTYPES)
-def test_layers_add_up_to_the_stack(dtype):
-  x = stack(dtype, 3, 10, 7)
-  got = [
-    vllm_plugin._sums(to_torch(layer), part(x, i), 0)
-    for i, layer in enumerate(x)
-  ]
+def test_layers_add_up_to_the_stack(dtype, transposed):
+  x, got = stack(dtype, 3, 10, 7), []
+  for i, layer in enumerate(x):
+    layer = to_torch(layer)
+    if transposed:  # in memory
+      layer = layer.T.contiguous().T
+    got.append(vllm_plugin._sums(layer, part(x, i), 0))
   assert text(x, got) == checksum.checksums({'q': x})
 
 
 @pytest.mark.parametrize('block', [1, 5, 8, 1 << 20])
 def test_blocks_of_any_size_add_up(block, monkeypatch):
-  monkeypatch.setattr(vllm_plugin, '_BLOCK', block)
+  for name in ('_BLOCK', '_BLOCK_ELSE'):
+    monkeypatch.setattr(hashes, name, block)
   x = stack('float32', 1, 10, 7)
   got = [vllm_plugin._sums(to_torch(x[0]), part(x, 0), 0)]
   assert text(x, got) == checksum.checksums({'q': x})

@@ -33,7 +33,12 @@ import numpy as np
 
 from searchrl_jax.devices import cluster
 from searchrl_jax.engines import core
-from searchrl_jax.engines.core import Completion, EngineError, Sampling
+from searchrl_jax.engines.core import (
+  Completion,
+  DeltaError,
+  EngineError,
+  Sampling,
+)
 from searchrl_jax.engines.handles import Request
 from searchrl_jax.engines.vllm import launcher, servers
 from searchrl_jax.engines.vllm.servers import Handle, Server
@@ -45,7 +50,7 @@ _HERE = ('localhost', launcher.HOST)
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that --max-lora-rank takes
 _COUNTERS = """
   requests retries aborted_requests generated_tokens discarded_tokens
-  prefilled_tokens prefix_tokens scored_tokens syncs restarts
+  prefilled_tokens prefix_tokens scored_tokens syncs restarts refused_deltas
 """
 _log = logging.getLogger(__name__)
 
@@ -56,7 +61,8 @@ class VllmEngine(core.Engine):
   Of `stats`, prefix_tokens are prompt tokens found in a server's cache, and
   prefilled_tokens the other ones; restarts are servers that came back as other
   processes; discarded_tokens were sampled past a stop that began in an earlier
-  request.
+  request; refused_deltas are syncs that published everything because what
+  changed could not be published or loaded.
 
   It is used from one event loop at a time.
 
@@ -193,8 +199,8 @@ class VllmEngine(core.Engine):
 
     `update.params` may be the folder of a publication. The checksums of each
     server are compared with those of the publication; older publications are
-    deleted once all servers have loaded it. If what changed cannot be loaded
-    (config.engine.sync='delta'), everything is published.
+    deleted once all servers have loaded it. If what changed cannot be published
+    or loaded (config.engine.sync='delta'), everything is.
 
     Raises:
       SyncError: names the server, and the tensors that differ; or another
@@ -207,19 +213,21 @@ class VllmEngine(core.Engine):
     core.require(self._base or not adapter, f'got {what}')
     self._enter()
     await self._all(Server.check_claim)
-    start = time.perf_counter()
-    target = await asyncio.to_thread(self._publish, update)
-    size = 0 if adapter else target.sent
-    self._open.clear()
+    start, size = time.perf_counter(), 0
+
+    async def send(whole: bool):
+      nonlocal size
+      target = await asyncio.to_thread(self._publish, update, whole)
+      size += 0 if adapter else target.sent
+      self._open.clear()
+      return target, await self._all(lambda server: server.prepare(target))
+
     try:
-      checksums, *_ = await self._all(lambda server: server.prepare(target))
-    except (core.SyncError, core.EngineError) as e:
-      if not target.delta:
-        raise
-      _log.warning('version %d is published as a whole: %s', target.version, e)
-      target = await asyncio.to_thread(self._publish, update, True)
-      size += target.sent
-      checksums, *_ = await self._all(lambda server: server.prepare(target))
+      target, (checksums, *_) = await send(False)
+    except DeltaError as e:
+      self._counters['refused_deltas'] += 1
+      _log.warning('version %d is published as a whole: %s', update.version, e)
+      target, (checksums, *_) = await send(True)
     if adapter:  # a server that came back loaded all
       checksums = {
         k: v for k, v in checksums.items() if k in target.adapter.shapes
@@ -359,13 +367,17 @@ class VllmEngine(core.Engine):
           task.result()
 
   async def _all(self, work: Callable[[Server], Awaitable]) -> list:
-    """All results; the first error, once the others have ended."""
+    """All results; the first error, once the others have ended.
+
+    A DeltaError comes last: a server with another one may not be waited for
+    again.
+    """
     found = await asyncio.gather(
       *map(work, self._servers), return_exceptions=True
     )
-    for one in found:
-      if isinstance(one, BaseException):
-        raise one
+    errors = [one for one in found if isinstance(one, BaseException)]
+    for error in sorted(errors, key=lambda e: isinstance(e, DeltaError)):
+      raise error
     return found
 
   def _publish(

@@ -72,18 +72,19 @@ class Worker:
         worker is unchanged unless a tensor's own data is damaged.
     """
     before, changed = getattr(self, '_searchrl_published', None), None
+    model = self.model_runner.get_model()
     if changes:
+      alone = self.parallel_config.world_size == 1
+      fast = bool(before) and alone and _plain(model, before)
       copy = pathlib.Path(path), pathlib.Path(changes)
-      weights, base, changed = delta.bring(*copy)
+      weights, base, changed = delta.bring(*copy, locate=fast)
     else:
       weights = published.open_published(path)
     self._searchrl_published = None
-    model = self.model_runner.get_model()
-    if changed is not None and before and before.version == base:
-      if self.parallel_config.world_size == 1 and _plain(model, weights):
-        _change(model, weights, changed)
-        self._searchrl_published = weights
-        return
+    if changed is not None and before.version == base:
+      _change(model, weights, changed)
+      self._searchrl_published = weights
+      return
     try:
       self.reload_weights(
         weights_iterator=_torch_tensors(weights, _tied(model))

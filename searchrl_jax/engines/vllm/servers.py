@@ -8,13 +8,20 @@ restarts servers), the weights are loaded first.
 """
 
 import asyncio
+from collections.abc import Iterator
+import contextlib
 import dataclasses
 import time
 from typing import Any
 import uuid
 
 from searchrl_jax.engines import handles
-from searchrl_jax.engines.core import EngineError, SyncError, require
+from searchrl_jax.engines.core import (
+  DeltaError,
+  EngineError,
+  SyncError,
+  require,
+)
 from searchrl_jax.engines.vllm.transport import Client, Down
 from searchrl_jax.engines.weights import checksum
 from searchrl_jax.engines.weights.published import Published, Weights
@@ -93,7 +100,8 @@ class Server:
 
     Raises:
       EngineError: it is absent, not ours, or failed while it was loaded.
-      SyncError: it does not hold the weights; names the tensors.
+      SyncError: it does not hold the weights; names the tensors. DeltaError:
+        because of the difference by which they were sent.
     """
     async with self._lock:
       if target is not None:
@@ -187,7 +195,8 @@ class Server:
         self._base = None
         changes = [target.delta.path] if target.delta else []
         paths = [str(p.absolute()) for p in (target.path, *changes)]
-        await self.http.rpc('searchrl_load', *paths)
+        with _by_difference(target):
+          await self.http.rpc('searchrl_load', *paths)
       if adapter:
         await self._load_adapter(adapter)
       if not (await self.http.post('/reset_prefix_cache'))['success']:
@@ -197,7 +206,8 @@ class Server:
       await self.http.post('/resume')
       loaded, wanted = {}, {}
       if base:
-        loaded = checksum.combine(await self.http.rpc('searchrl_checksums'))
+        with _by_difference(target):
+          loaded = checksum.combine(await self.http.rpc('searchrl_checksums'))
         wanted = dict(target.checksums)
       if adapter:
         sums = await self.http.rpc('searchrl_adapter_checksums', adapter.shapes)
@@ -207,7 +217,8 @@ class Server:
       raise
     except EngineError as e:
       raise SyncError(f'{self.url}: {sent} could not be loaded: {e}') from e
-    checksum.compare(wanted, loaded, f'{self.url}, sent {sent},')
+    with _by_difference(target):
+      checksum.compare(wanted, loaded, f'{self.url}, sent {sent},')
     self.version = target.version
     # Another process of this server loads what `path` holds now.
     self._target = dataclasses.replace(target, delta=None)
@@ -242,3 +253,14 @@ class Server:
     what = f'serves another model: {"; ".join(differ)}'
     fix = "set config.engine.url to another URL, or to '' to start servers"
     require(not differ, f'{self.url}: {what}; {fix}')
+
+
+@contextlib.contextmanager
+def _by_difference(target: Published) -> Iterator[None]:
+  """Makes errors of loading a difference, or verifying it, a DeltaError."""
+  try:
+    yield
+  except (EngineError, SyncError) as e:
+    if target.delta:
+      raise DeltaError(str(e)) from e
+    raise

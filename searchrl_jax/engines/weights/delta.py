@@ -26,7 +26,6 @@ import fcntl
 import json
 import os
 import pathlib
-import shutil
 from typing import Any
 import zlib
 
@@ -65,24 +64,32 @@ def encode(old: np.ndarray, new: np.ndarray) -> bytes:
   return b''.join([*map(pack.compress, raw), pack.flush()])
 
 
+def positions(unpacked: bytes) -> np.ndarray:
+  """Where a piece, decompressed, changes a tensor: int64, ascending."""
+  skips, low, _ = _split(unpacked)
+  return np.cumsum(skips, dtype=np.int64)[skips != _MOST] + np.arange(len(low))
+
+
 def apply(unpacked: bytes, bits: np.ndarray) -> np.ndarray:
   """Changes the bits of a tensor, uint16 [n], by a piece, in place.
 
-  unpacked: the piece, decompressed.
-
   Returns:
-    The positions of what changed, int64, ascending.
+    Its `positions`.
 
   Raises:
     ValueError, IndexError: it is of another tensor; the bits may have changed.
   """
-  raw = np.frombuffer(unpacked, np.uint8)
-  n = int.from_bytes(raw[:8].tobytes(), 'little')
-  skips, low, high = np.split(raw[8:], [-2 * n, -n])
-  at = np.cumsum(skips, dtype=np.int64)[skips != _MOST] + np.arange(n)
+  at, (_, low, high) = positions(unpacked), _split(unpacked)
   step = low | high.astype(np.uint16) << 8
   bits[at] += (step >> 1) ^ -(step & 1)
   return at
+
+
+def _split(unpacked: bytes) -> list[np.ndarray]:
+  """What a piece says of positions, low bytes and high bytes: uint8."""
+  raw = np.frombuffer(unpacked, np.uint8)
+  n = int.from_bytes(raw[:8].tobytes(), 'little')
+  return np.split(raw[8:], [-2 * n, -n])
 
 
 def write(
@@ -90,10 +97,9 @@ def write(
 ) -> None:
   """Writes the difference of `new` from the version `base`.
 
+  folder: an empty one.
   pieces: those of tensors that changed, by their Hugging Face name.
   """
-  shutil.rmtree(folder, ignore_errors=True)
-  folder.mkdir()
   for name, piece in pieces.items():
     (folder / name).write_bytes(piece)
   about = {
@@ -106,7 +112,7 @@ def write(
 
 
 def bring(
-  copy: pathlib.Path, folder: pathlib.Path
+  copy: pathlib.Path, folder: pathlib.Path, locate: bool = False
 ) -> tuple[Published, int, dict[str, np.ndarray] | None]:
   """Brings a publication to the version of a difference, in place.
 
@@ -114,9 +120,11 @@ def bring(
   difference that is damaged leaves it as it is. Several processes may call it:
   the first applies the difference.
 
+  locate: the `positions` are wanted.
+
   Returns:
-    The publication, the version before, and of each tensor that changed the
-    positions (`apply`); None if it had the new version already.
+    The publication, the version before, and the positions of each tensor that
+    changed, or None.
 
   Raises:
     PublishedError: it holds another version than the base, or is gone; the
@@ -128,10 +136,11 @@ def bring(
   fix = f'publish version {version} as a whole'
   with _locked(copy, f'{what}; {fix}'):
     held = published.open_published(copy)
-    if held.version == version:
+    done = held.version == version
+    if done and not locate:
       return held, base, None
     message = f'{what}, and {copy} holds version {held.version}; {fix}'
-    lookup.require(held.version == base, message, PublishedError)
+    lookup.require(done or held.version == base, message, PublishedError)
 
     def unpack(name: str) -> bytes:
       try:
@@ -140,16 +149,21 @@ def bring(
         broken = f'the piece of tensor {name} is missing or damaged ({e!r})'
         raise PublishedError(f'{what}: {broken}; {fix}') from e
 
-    def change(name: str, unpacked: bytes) -> np.ndarray:
+    def change(name: str, unpacked: bytes) -> np.ndarray | None:
       bits = held.read(name, 'r+').view(np.uint16)
-      return apply(unpacked, bits.reshape(-1))
+      at = apply(unpacked, bits.reshape(-1))
+      return at if locate else None
 
     names = about['names']
+    extras = {'version': version, 'checksums': about['checksums']}
     with futures.ThreadPoolExecutor() as pool:
       pieces = [*pool.map(unpack, names)]  # before anything changes
-      with _rewritten(copy, version=version, checksums=about['checksums']):
-        changed = dict(zip(names, pool.map(change, names, pieces)))
-  extras = {'version': version, 'checksums': about['checksums']}
+      if done:
+        found = [*pool.map(positions, pieces)]
+      else:
+        with _rewritten(copy, **extras):
+          found = [*pool.map(change, names, pieces)]
+  changed = dict(zip(names, found)) if locate else None
   return dataclasses.replace(held, **extras), base, changed
 
 

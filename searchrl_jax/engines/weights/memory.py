@@ -20,10 +20,9 @@ class Folder:
   """A folder of this process alone, until `close`; `path` is where it is."""
 
   def __init__(self, parent: pathlib.Path):
-    # Hidden from `_sweep` until it is locked.
+    # Hidden from `sweep` until it is locked.
     hidden = pathlib.Path(tempfile.mkdtemp('', f'.{_PREFIX}', parent))
-    self._lock = os.open(hidden, os.O_RDONLY)
-    fcntl.flock(self._lock, fcntl.LOCK_EX)
+    self._lock = lock(hidden)
     self.path = hidden.rename(parent / hidden.name[1:])
 
   def close(self) -> None:
@@ -36,19 +35,26 @@ def claim(parent: str, size: int) -> Folder | None:
   path = pathlib.Path(parent)
   if not (parent and path.is_dir() and os.access(path, os.W_OK)):
     return None
-  _sweep(path)
+  sweep(path, f'{_PREFIX}*')
   free = shutil.disk_usage(path).free
   room = min(free, psutil.virtual_memory().available)
   return Folder(path) if room > size else None
 
 
-def _sweep(parent: pathlib.Path) -> None:
-  """Deletes the folders of processes that have ended."""
-  for path in parent.glob(f'{_PREFIX}*'):
+def lock(path: pathlib.Path) -> int:
+  """Keeps a folder from `sweep` until the file returned is closed."""
+  held = os.open(path, os.O_RDONLY)
+  fcntl.flock(held, fcntl.LOCK_EX)
+  return held
+
+
+def sweep(parent: pathlib.Path, pattern: str) -> None:
+  """Deletes folders that no process has locked: theirs have ended."""
+  for path in parent.glob(pattern):
     with contextlib.suppress(OSError):  # of another user, or just deleted
-      lock = os.open(path, os.O_RDONLY)
+      held = os.open(path, os.O_RDONLY)
       try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         shutil.rmtree(path)
       finally:
-        os.close(lock)
+        os.close(held)

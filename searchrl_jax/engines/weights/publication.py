@@ -18,12 +18,14 @@ import functools
 import os
 import pathlib
 import shutil
+import threading
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from searchrl_jax.devices import cluster, sharding
+from searchrl_jax.engines.core import DeltaError
 from searchrl_jax.engines.weights import checksum, delta, memory, published
 from searchrl_jax.models import decoder, families, hf_tensors, lora
 from searchrl_jax.models.decoder import DecoderConfig
@@ -83,6 +85,7 @@ class Publisher:
     self._adapters: dict[int, pathlib.Path] = {}  # version -> folder
     self._last: published.Published | None = None  # published
     self._held: published.Published | None = None  # by every server
+    self._lock: int | None = None  # of the difference that is in use
 
   def publish(
     self, params: dict, version: int, checksums: Mapping[str, str] | None = None
@@ -111,8 +114,8 @@ class Publisher:
     for i, t in enumerate(done.table.values()):
       make = functools.partial(_served, flat[t.path], t, dtype, i)
       tensors[t.name] = checkpoint.Deferred(t.shape, dtype, make)
+    self._delete_deltas()
     self._choose(_ROOM * done.bytes)
-    self._delete_delta()
     path = self.path(version)
     old = [version] if path.exists() else []
     cluster.first('publication', lambda: self._files.delete(old))
@@ -132,6 +135,10 @@ class Publisher:
 
     Returns:
       The publication of that version, which `delta.bring` makes the new one.
+
+    Raises:
+      ValueError, CheckpointError: as `publish`.
+      DeltaError: that version is lost or damaged, or the disk; `publish` then.
     """
     base, self._held = self._held, None  # until every server has the new one
     if base is None or base.version == version:
@@ -139,10 +146,26 @@ class Publisher:
     flat = decoder.flatten_checked(self._cfg, params)
     sums = _checksums(flat, self._dtype, checksums)
     new = dataclasses.replace(base, version=version, checksums=sums)
-    dtype = jnp.dtype(self._dtype)
+    try:
+      made = self._write_delta(flat, base, new)
+    except (published.PublishedError, OSError) as e:
+      what = f'what changed since version {base.version}'
+      raise DeltaError(f'{what} could not be written: {e}') from e
+    if made is None:
+      return self.publish(params, version, checksums)
+    self._last = dataclasses.replace(new, delta=made)
+    return self._last
+
+  def _write_delta(
+    self, flat, base: published.Published, new: published.Published
+  ) -> published.Delta | None:
+    """Writes what changed; None if that is most bytes."""
+    dtype, launch = jnp.dtype(self._dtype), threading.Lock()
 
     def compare(i: int, t: hf_tensors.Tensor) -> bytes:
-      bits = np.asarray(_served(flat[t.path], t, dtype, i)).view(np.uint16)
+      with launch:  # all devices must gather in one order
+        x = _served(flat[t.path], t, dtype, i)
+      bits = np.asarray(x).view(np.uint16)
       old = base.read(t.name).view(np.uint16)
       return delta.encode(old.reshape(-1), bits.reshape(-1))
 
@@ -151,11 +174,13 @@ class Publisher:
       pieces = {k: v for k, v in zip(new.table, made) if v}
     size = sum(map(len, pieces.values()))
     if size > _MOST * new.bytes:
-      return self.publish(params, version, checksums)
-    path = self.path(version).with_suffix(delta.SUFFIX)
+      return None
+    self._delete_deltas()
+    path = self.path(new.version).with_suffix(delta.SUFFIX)
+    path.mkdir()
+    self._lock = memory.lock(path)
     delta.write(path, pieces, base.version, new)
-    self._last = dataclasses.replace(new, delta=published.Delta(path, size))
-    return self._last
+    return published.Delta(path, size)
 
   def _choose(self, size: int) -> None:
     """Before the first version: uses memory if it has room."""
@@ -200,7 +225,7 @@ class Publisher:
       self._held = dataclasses.replace(self._last, delta=None)
       base = min(base, int(self._held.path.name))  # it was brought to `version`
     self._files.delete([v for v in self._files.steps() if v < base])
-    self._delete_delta()
+    self._delete_deltas()
     self._delete_adapters([v for v in self._adapters if v < acknowledged])
 
   def clear(self) -> None:
@@ -209,15 +234,21 @@ class Publisher:
     Another may use the folder: a second `ask` about a run.
     """
     self._files.delete(self._written.intersection(self._files.steps()))
-    self._delete_delta()
+    self._delete_deltas()
     self._delete_adapters([*self._adapters])
     if self._memory:
       self._memory.close()
       self._memory = None
 
-  def _delete_delta(self) -> None:
-    if self._last and self._last.delta:
-      shutil.rmtree(self._last.delta.path, ignore_errors=True)
+  def _delete_deltas(self) -> None:
+    """Deletes differences, also those of processes that were killed.
+
+    What another process has in use stays.
+    """
+    if self._lock is not None:
+      os.close(self._lock)
+      self._lock = None
+    memory.sweep(self._files.folder, f'*{delta.SUFFIX}')
 
   def _delete_adapters(self, versions: list[int]) -> None:
     for version in versions:
