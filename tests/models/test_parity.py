@@ -22,6 +22,13 @@ GOLDEN = pathlib.Path(models.__file__).parent
 TOLERANCE = 1e-4
 
 
+def tolerance(name: str) -> float:
+  """Of a logit; of delta nets 2e-5 of the largest. transformers' own logits
+  move by 1e-5 of it if the last bits of the embedding change."""
+  largest = np.abs(golden()[name]).max()
+  return 2e-5 * largest if name.startswith('qwen3.5') else TOLERANCE
+
+
 @functools.cache
 def golden() -> dict[str, np.ndarray]:
   with np.load(GOLDEN / 'models.npz') as f:
@@ -49,7 +56,7 @@ def test_logits(tmp_path, name):
   padded = np.asarray(forward(params, cfg, ids))
   want = np.split(golden()[name], [len(rows[0])])
   for b, row in enumerate(rows):
-    assert np.abs(padded[b, : len(row)] - want[b]).max() <= TOLERANCE
+    assert np.abs(padded[b, : len(row)] - want[b]).max() <= tolerance(name)
   if name == 'qwen2':  # row 0 has no padding; nor has row 1 here
     row = ids[1:, : lengths[1]]
     alone = np.asarray(forward(params, cfg, row))
