@@ -23,7 +23,7 @@ Intervals are 95 %, percentile bootstrap over questions; those of gains are of
 the differences of each question, averaged over seeds first.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 import json
 import pathlib
 from typing import Any
@@ -130,15 +130,6 @@ def entries(arm: core.Arm, case: str, name: str, folder, short) -> list[dict]:
   return out
 
 
-def curve(run: pathlib.Path, metrics: Iterable[str]) -> dict[str, list]:
-  """metric -> [[updates done, value]] of a run."""
-  steps = [json.loads(line) for line in (run / 'metrics.jsonl').open()]
-  return {
-    name: [[s['step'] + 1, s[name]] for s in steps if s.get(name) is not None]
-    for name in metrics
-  }
-
-
 def chosen(name: str, arms: Sequence[dict]) -> str:
   """Of the arms NAME_*, that with the most exact matches on 'tune'."""
   of = [a for a in arms if a['set'] == 'tune' and a['arm'].startswith(name)]
@@ -225,9 +216,12 @@ def compare(arms: Sequence[dict], marks: Marks) -> list[dict]:
     for evaluation in ('after', 'sampled'):
       two = marks.get((arm, evaluation)), marks.get((start, evaluation))
       if all(two):
-        ours, theirs = ([*x.values()] for x in two)
+        ours, theirs = two
+        # A run is compared with its own start, where that has a seed too.
+        own = [theirs[case] for case in ours if case in theirs]
+        own = own if len(own) == len(ours) else [*theirs.values()]
         named = {'arm': arm, 'start': start, 'evaluation': evaluation}
-        gains.append(named | gain(ours, theirs))
+        gains.append(named | gain([*ours.values()], own))
   return gains
 
 
@@ -255,11 +249,16 @@ def write(
   record, marks = earlier(out)
   arms: list[dict] = []
   curves = record['curves']
-  for arm, case, name, folder in complete(sweep, workdir):
+  done = list(complete(sweep, workdir))
+  for arm, case, *_ in done:  # nothing stays of an earlier run of a seed
+    for (name, _), runs in marks.items():
+      if name == arm.name:
+        runs.pop(case, None)
+  for arm, case, name, folder in done:
     found = entries(arm, case, name, folder, short)
     if arm.train:
       of = curves.setdefault(arm.name, {})
-      of[case] = curve(folder.parent / 'run', sweep.curves)
+      of[case] = figures.curve(folder.parent / 'run', sweep.curves)
     arms += [entry | {'vocabulary': about['vocabulary']} for entry in found]
     told = name in ('after', 'sampled', 'gold')
     if told and found and found[0]['set'] == 'dev':

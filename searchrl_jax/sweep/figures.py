@@ -219,21 +219,31 @@ def of_run(sweep: Sweep, arm: Arm, folder: pathlib.Path) -> dict:
     variant: kept(json.loads((folder / variant / 'values.json').read_text()))
     for variant in arm.evaluations
   }
-  curve = {}
+  points = {}
   if arm.train:
-    with (folder / 'run' / 'metrics.jsonl').open() as lines:
-      steps = [json.loads(line) for line in lines]
+    steps = _steps(folder / 'run')
     before = kept(steps[0]) if steps[0]['step'] == -1 else {}
     before = {k: v for k, v in before.items() if not k.startswith('sampled/')}
     if before:
       both = [k for k in values['after'] if k in before]
       gain = {k: values['after'][k] - before[k] for k in both}
       values = {'before': before, **values, 'gain': gain}
-    curve = {
-      name: [[s['step'] + 1, s[name]] for s in steps if s.get(name) is not None]
-      for name in sweep.curves
-    }
-  return {**_about(folder), 'values': values, 'curve': curve}
+    points = curve(folder / 'run', sweep.curves)
+  return {**_about(folder), 'values': values, 'curve': points}
+
+
+def curve(run: pathlib.Path, metrics: Iterable[str]) -> dict[str, list]:
+  """metric -> [[updates done, value]] of a run."""
+  steps = _steps(run)
+  return {
+    name: [[s['step'] + 1, s[name]] for s in steps if s.get(name) is not None]
+    for name in metrics
+  }
+
+
+def _steps(run: pathlib.Path) -> list[dict[str, Any]]:
+  with (run / 'metrics.jsonl').open() as lines:
+    return [json.loads(line) for line in lines]
 
 
 def _rows(arms: Mapping[str, dict], purpose: str) -> Iterator[dict[str, Any]]:

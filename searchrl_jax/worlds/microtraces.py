@@ -98,15 +98,15 @@ def shares(
   Args:
     world_seed: of the run's world, from which these seeds follow.
     worlds: number of worlds.
-    n: number of traces.
+    n: number of traces; of 0 there is no world.
     first: where the seeds begin.
 
   Raises:
     DataError: a world without a trace, or no world.
   """
-  good = 1 <= worlds <= n
+  good = 1 <= worlds <= n or n == 0
   require(good, f'n={n} traces of worlds={worlds}: at least one of each')
-  for i in range(worlds):
+  for i in range(min(worlds, n)):
     count = n * (i + 1) // worlds - n * i // worlds
     yield i, first + world_seed * 1000 + i, count
 

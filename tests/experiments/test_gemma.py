@@ -219,7 +219,7 @@ def test_runs_of_other_folders_stay_in_the_results(tmp_path, monkeypatch):
         dict(arm=arm.name, seed=int(case), set='dev', evaluation=name, em=em)
       ],
     )
-    monkeypatch.setattr(results, 'curve', lambda *_: {})
+    monkeypatch.setattr(results.figures, 'curve', lambda *_: {})
     about = {'vocabulary': 3}
     return results.write(sweep, folder, tmp_path / 'out', about, set())
 

@@ -23,10 +23,10 @@ TOLERANCE = 1e-4
 
 
 def tolerance(name: str) -> float:
-  """Of the largest error of a logit. Delta nets normalise vectors of any size,
-  and amplify the rounding of those tokens whose vector is small: 1.4e-3 was
-  seen, where the median of tokens is 4e-5 and logits reach 20."""
-  return 5e-3 if name.startswith('qwen3.5') else TOLERANCE
+  """Of a logit; of delta nets 2e-5 of the largest. transformers' own logits
+  move by 1e-5 of it if the last bits of the embedding change."""
+  largest = np.abs(golden()[name]).max()
+  return 2e-5 * largest if name.startswith('qwen3.5') else TOLERANCE
 
 
 @functools.cache
@@ -56,9 +56,7 @@ def test_logits(tmp_path, name):
   padded = np.asarray(forward(params, cfg, ids))
   want = np.split(golden()[name], [len(rows[0])])
   for b, row in enumerate(rows):
-    errors = np.abs(padded[b, : len(row)] - want[b]).max(-1)
-    assert errors.max() <= tolerance(name)
-    assert np.median(errors) <= TOLERANCE
+    assert np.abs(padded[b, : len(row)] - want[b]).max() <= tolerance(name)
   if name == 'qwen2':  # row 0 has no padding; nor has row 1 here
     row = ids[1:, : lengths[1]]
     alone = np.asarray(forward(params, cfg, row))

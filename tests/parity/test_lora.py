@@ -52,15 +52,12 @@ def test_peft_loads_ours(tmp_path, name, targets):
   model = peft.PeftModel.from_pretrained(plain, tmp_path / 'adapter')
   want = make_models.unpadded(model.eval(), rows)
   got = ours(cfg, lora.join(adapters, base), rows)
-  assert (
-    worst(got, want) <= golden.tolerance(name) < 0.01 < worst(want, without)
-  )
+  off = golden.tolerance(name)
+  assert worst(got, want) <= off < 0.01 < worst(want, without)
   params = lora.merge(cfg, lora.join(adapters, base))
   pretrained.save(tmp_path / 'merged', lora.base(cfg), params)
   merged = make_models.reference(tmp_path / 'merged')
-  assert worst(make_models.unpadded(merged, rows), want) <= golden.tolerance(
-    name
-  )
+  assert worst(make_models.unpadded(merged, rows), want) <= off
 
 
 @pytest.mark.parametrize('name', models.CONFIGS)

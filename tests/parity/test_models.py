@@ -113,9 +113,13 @@ def test_what_transformers_saves_we_load(tmp_path):
     model = make_models.reference(models.write(tmp_path / name, name))
     model.save_pretrained(tmp_path / f'{name}.saved', max_shard_size='40KB')
     rows = models.inputs(name)
-    assert worst(
-      make_models.unpadded(model, rows), ours(tmp_path / f'{name}.saved', rows)
-    ) <= golden.tolerance(name)
+    assert (
+      worst(
+        make_models.unpadded(model, rows),
+        ours(tmp_path / f'{name}.saved', rows),
+      )
+      <= TOLERANCE
+    )
 
 
 @pytest.mark.parametrize('seed', range(6))
@@ -156,10 +160,7 @@ def test_qwen35_of_random_sizes(tmp_path, seed):
   (want * torch.tensor(weights)).sum().backward()
   want = want.detach().numpy()
   got = np.asarray(golden.forward(params, cfg, ids))
-  errors, scale = np.abs(got - want).max(-1), np.abs(want).max()
-  # Of transformers' own, 1e-2 at single tokens and 1e-5 at the median follow
-  # from a change of the last bits of the embedding.
-  assert np.median(errors) <= 2e-5 * scale and errors.max() <= 1e-2 * scale
+  assert np.abs(got - want).max() <= 2e-5 * np.abs(want).max()
 
   def weighed(p):
     return (golden.forward(p, cfg, ids) * weights).sum()
@@ -172,7 +173,10 @@ def test_qwen35_of_random_sizes(tmp_path, seed):
     own = np.asarray(grads[tensor.path])
     own = tensor.to_hf(own if tensor.layer is None else own[tensor.layer])
     error = np.abs(own - theirs[name]).max() / np.abs(theirs[name]).max()
-    assert error <= 5e-3, (name, error)  # 5e-4 was seen
+    # Over all tokens, these few numbers are sums that cancel: transformers' own
+    # move by 7e-4 if the last bits of the embedding change.
+    few = name.endswith(('A_log', 'dt_bias'))
+    assert error <= (1e-3 if few else 1e-4), (name, error)
 
 
 def test_greedy_continuation_of_a_trained_checkpoint(data_dir):
