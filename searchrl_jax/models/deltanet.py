@@ -109,6 +109,28 @@ def heads(s: Sizes, x, mesh=None):
   return tuple(sharding.constrain(y, mesh, *axes) for y in out)
 
 
+def _inverse(x):
+  """The inverse of I + the part of x [..., C, C] below its diagonal.
+
+  Blocks on the diagonal are inverted in pairs, of 1, 2, 4, ... rows:
+  [[A, 0], [L, B]]^-1 = [[A^-1, 0], [-B^-1 L A^-1, B^-1]]. LAPACK's solver of a
+  CPU waits for free threads in one of them: as many of it as there are threads
+  wait forever (jaxlib 0.10.2).
+  """
+  C, s = x.shape[-1], 1
+  found = jnp.ones((*x.shape[:-2], C, 1, 1), x.dtype)
+  while s < C:
+    pairs = x.reshape(*x.shape[:-2], C // s // 2, 2, s, C // s // 2, 2, s)
+    same = jnp.eye(C // s // 2, dtype=bool)[:, None, :, None]
+    low = jnp.sum(pairs[..., 1, :, :, 0, :], -2, where=same)
+    first, second = found[..., 0::2, :, :], found[..., 1::2, :, :]
+    low = -_matmul(_matmul(second, low), first)
+    top = jnp.concatenate([first, jnp.zeros_like(low)], -1)
+    found = jnp.concatenate([top, jnp.concatenate([low, second], -1)], -2)
+    s *= 2
+  return found[..., 0, :, :]
+
+
 def chunked(q, k, v, g, beta, segments, state=None):
   """Outputs float32 [B, T, V, E] and the state after the last token.
 
@@ -152,9 +174,7 @@ def chunked(q, k, v, g, beta, segments, state=None):
 
   system = beta * _matmul(k, k.swapaxes(-1, -2)) * between
   right = jnp.concatenate([beta * v, beta * from_start * k], -1)
-  solved = jax.lax.linalg.triangular_solve(
-    system, right, left_side=True, lower=True, unit_diagonal=True
-  )
+  solved = _matmul(_inverse(system), right)
   scores = _matmul(q, k.swapaxes(-1, -2)) * between
   parts = solved[..., :E], solved[..., E:], from_start * q, scores
   parts += (to_end * k, whole)
