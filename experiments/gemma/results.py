@@ -1,7 +1,7 @@
 """What the experiment found: results.json, hits.json and curves.png.
 
 results.json
-  environment, vocabulary (entries of the model that ran)
+  environment (of the report), vocabulary (entries of the model that ran)
   warm   name -> seed -> {seconds, commit}
   arms   [{arm, seed, set, evaluation, n, em, em_interval, f1, f1_interval,
          searches, found, em_found, [pass@8], steps, seconds, commit,

@@ -56,13 +56,15 @@ LOCAL = dataclasses.replace(
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-  'cfg', [CFG, LOCAL, HYBRID], ids=['global', 'local', 'delta']
+  'cfg, scale, atol',
+  [(CFG, 0.3, 3e-5), (LOCAL, 0.3, 3e-5), (HYBRID, 0.1, 2e-6)],
+  ids=['global', 'local', 'delta'],
 )
 @settings(max_examples=10)
 @given(st.integers(0, 10**6))
-def test_hidden_states_are_those_of_the_sequence_alone(cfg, seed):
+def test_hidden_states_are_those_of_the_sequence_alone(cfg, scale, atol, seed):
   ids, starts, parts = rows(seed)
-  p = decoder.init_params(cfg, jax.random.key(0), scale=0.3)
+  p = decoder.init_params(cfg, jax.random.key(0), scale=scale)
   found = np.asarray(forward(p, cfg, ids, starts))
   assert np.isfinite(found).all()
   for b, at in parts:
@@ -70,7 +72,7 @@ def test_hidden_states_are_those_of_the_sequence_alone(cfg, seed):
     one = np.zeros((1, T), np.int32)
     one[0, :n] = ids[b, at]
     want = alone(p, cfg, one)[0, :n]
-    np.testing.assert_allclose(found[b, at], want, rtol=1e-5, atol=3e-5)
+    np.testing.assert_allclose(found[b, at], want, rtol=1e-5, atol=atol)
 
 
 @pytest.mark.parametrize('cfg', [CFG, HYBRID], ids=['attention', 'delta'])
