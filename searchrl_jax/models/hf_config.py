@@ -209,7 +209,7 @@ def parse_config(hf: Mapping[str, Any], strict: bool = True) -> dict[str, Any]:
       value = family.head_dim or sizes['d_model'] // sizes['n_heads']
     sizes[size] = _count(value, field)
   local = {'window': 0, 'global_every': 1, 'local_theta': 1e4}
-  local |= {'rotary_dim': 0, 'delta': None}
+  local |= {'rotary_dim': None, 'delta': None}
   scale = 1.0
   if name == families.GEMMA:
     own, hf = _local_layers(hf, sizes['n_layers'])

@@ -117,7 +117,7 @@ def test_published_configs():
     'window': 0,
     'global_every': 1,
     'local_theta': 1e4,
-    'rotary_dim': 0,
+    'rotary_dim': None,
     'delta': None,
   }
   assert tuple(qwen) == families.FIELDS
@@ -190,7 +190,8 @@ def test_qwen35_by_its_card():
   text |= {
     'hidden_size': 2048, 'intermediate_size': 6144, 'num_hidden_layers': 24,
     'num_attention_heads': 8, 'num_key_value_heads': 2, 'layer_types': None,
-    'linear_num_value_heads': 16, 'mtp_num_hidden_layers': 1,
+    'linear_num_value_heads': 16, 'rms_norm_eps': 1e-6,
+    'mtp_num_hidden_layers': 1,
     'mtp_use_dedicated_embeddings': False,
     'rope_parameters': QWEN35['rope_parameters'] | {'rope_theta': 10000000},
   }  # fmt: skip
