@@ -93,6 +93,31 @@ def test_a_stop_string_leaves_no_trace(engine):
   assert found == asyncio.run(main(max_tokens=n)) and n < 20
 
 
+def test_when_a_call_was_cancelled_does_not_show(engine, monkeypatch):
+  """Before its only chunk is over, or after its caller could have known."""
+  finish = engine._finish
+
+  async def main(late):
+    handle = engine.open(prompt(engine, 9))
+    await engine.generate(handle, Sampling(max_tokens=3, seed=3))
+    lost = asyncio.create_task(engine.generate(handle, Sampling(max_tokens=4)))
+
+    def cancelled(*args):
+      if late:
+        finish(*args)
+      lost.cancel()
+
+    with monkeypatch.context() as m:
+      m.setattr(engine, '_finish', cancelled)
+      await asyncio.gather(lost, return_exceptions=True)
+    assert lost.cancelled() and len(handle) == 12
+    later = await engine.generate(handle, Sampling(max_tokens=5, seed=1))
+    engine.close(handle)
+    return bits(later)
+
+  assert asyncio.run(main(True)) == asyncio.run(main(False))
+
+
 def test_a_deep_cut_is_computed_again(engine):
   """Before the last chunk; every time alike."""
 

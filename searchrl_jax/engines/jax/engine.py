@@ -138,12 +138,13 @@ class JaxEngine(core.Engine):
       )
       handle.ids += request.ids
       return done
+    except BaseException:  # its ids may have been complete before it was told
+      self._table.forget(handle)
+      raise
     finally:
       handle.busy = False
       self._waiting = [r for r in self._waiting if r is not request]
       self._active = {s: r for s, r in self._active.items() if r is not request}
-      if not request.stop:
-        self._table.forget(handle)
       self._table.rewind(handle)
       self._wake_driver()
 
