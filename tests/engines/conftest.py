@@ -2,6 +2,7 @@
 
 import pytest
 
+from searchrl_jax.engines.jax import caches
 from tests.engines.fake_vllm import server
 
 
@@ -16,3 +17,14 @@ def fakes(request):
 @pytest.fixture
 def fake(fakes):
   return fakes[0]
+
+
+@pytest.fixture
+def by_rows(monkeypatch):
+  """The sizes of an engine whose decode reads blocks of each row on a CPU.
+
+  No other test has these sizes: engines of the same sizes share programs.
+  """
+  monkeypatch.setattr(caches, 'BLOCKS', {'cpu': 16})
+  monkeypatch.setattr(caches, 'PART_BYTES', 0)
+  return {'max_len': 80}

@@ -121,23 +121,33 @@ def test_a_window_through_the_cache(window, block, monkeypatch):
   np.testing.assert_array_equal(again, got)
 
 
+@pytest.mark.parametrize('named', [True, False])
 @pytest.mark.parametrize('window', [0, 20])
 @pytest.mark.parametrize('kv_heads', [4, 2])
 def test_how_far_other_rows_are_does_not_show_in_a_row(
-  kv_heads, window, monkeypatch
+  kv_heads, window, named, monkeypatch
 ):
-  """Bit by bit: blocks that a row has not come to add exactly nothing."""
+  """Bit by bit: blocks that a row has not come to add exactly nothing.
+
+  named: the rows of the cache are; else it has them in this order.
+  """
+  monkeypatch.setattr(caches, 'PART_BYTES', 0)
   monkeypatch.setattr(caches, 'BLOCKS', {'cpu': 16})
   monkeypatch.setattr(caches, 'PART', 4)
   cfg = dataclasses.replace(CFG, n_kv_heads=kv_heads)
   q, k, v, near = filled(cfg, [3, 16, 17, 40, 5, 1, 160, 97], 160)
+  slots = lambda order: order if named else None
   attend = jax.jit(lambda *x: caches.attend(cfg, *x[:4], window, slots=x[4]))
-  want, rng = attend(q, k, v, near, np.arange(8)), np.random.default_rng(0)
+  want, rng = (
+    attend(q, k, v, near, slots(np.arange(8))),
+    np.random.default_rng(0),
+  )
   for _ in range(20):
     # Four rows, elsewhere, beside others at other places.
     at = np.where(np.arange(8)[:, None] < 4, near, rng.integers(160, size=1))
     order = rng.permutation(8)
-    got = attend(q[order], k, v, at[order], order)
+    held = (k, v) if named else (k[order], v[order])
+    got = attend(q[order], *held, at[order], slots(order))
     np.testing.assert_array_equal(got[np.argsort(order)][:4], want[:4])
 
 
@@ -623,7 +633,7 @@ async def nested(engine, i, turn):
 
 
 @pytest.mark.parametrize('search', [quick, nested])
-def test_evictions_do_not_show_and_nobody_waits_for_ever(search):
+def test_evictions_do_not_show_and_nobody_waits_for_ever(search, by_rows):
   async def main(engine, count, order):
     running = {
       i: asyncio.create_task(searching(engine, i, search)) for i in order
@@ -631,7 +641,7 @@ def test_evictions_do_not_show_and_nobody_waits_for_ever(search):
     out = await asyncio.wait_for(asyncio.gather(*running.values()), 300)
     return dict(zip(running, out))
 
-  engine = make_engine(slots=4)
+  engine = make_engine(slots=4, **by_rows)
   # Alone, each trajectory keeps its slot.
   want = {i: asyncio.run(main(engine, 1, [i]))[i] for i in range(11)}
   assert engine.stats()['evictions'] == 0
@@ -688,20 +698,24 @@ async def branching(engine, i, slots, synced):
   limit = 48
   parent = engine.open(prompt(engine, 5 + i // 4, seed=i // 4))
 
+  def call(handle, n):
+    return engine.generate(handle, Sampling(max_tokens=n, seed=i, limit=limit))
+
   async def sample(handle, n):
     async with slots:
-      sampling = Sampling(max_tokens=n, seed=i, limit=limit)
-      done = await engine.generate(handle, sampling)
+      done = await call(handle, n)
     return done.ids.tolist(), done.logps.tobytes()
 
   out = [await sample(parent, 3 + i % 5)]
   engine.append(parent, [1 + i, 2, 3])
   child = engine.fork(parent)
   engine.truncate(child, len(child) - 1 - i % 4)
-  whole, lost = len(parent), asyncio.create_task(sample(parent, 9))
-  await asyncio.sleep(0.001 * (i % 7))
-  lost.cancel()
-  await asyncio.gather(lost, return_exceptions=True)
+  whole = len(parent)
+  async with slots:  # a call of the engine in any case, which may show
+    lost = asyncio.create_task(call(parent, 9))
+    await asyncio.sleep(0.001 * (i % 7))
+    lost.cancel()
+    await asyncio.gather(lost, return_exceptions=True)
   engine.truncate(parent, whole)
   for _ in range(2):
     out += await asyncio.gather(sample(parent, 3), sample(child, 2 + i % 4))
@@ -711,14 +725,14 @@ async def branching(engine, i, slots, synced):
   return out
 
 
-def test_neither_lane_nor_order_shows(monkeypatch):
+def test_neither_lane_nor_order_shows(monkeypatch, by_rows):
   """64 slots on a CPU are two lanes."""
   monkeypatch.setattr(device, 'PIECE', 16)
   count, paused = 56, 56
-  budget = (paused * 48 + 64) * device.bytes_per_token(CFG)
+  budget = (paused * 48 + 80) * device.bytes_per_token(CFG)
 
   async def main(at_once, order):
-    engine = make_engine(slots=64, host_gib=budget / 2**30)
+    engine = make_engine(slots=64, host_gib=budget / 2**30, **by_rows)
     slots, synced = asyncio.Semaphore(at_once), asyncio.Barrier(count + 1)
     running = [
       asyncio.create_task(branching(engine, i, slots, synced)) for i in order

@@ -206,7 +206,7 @@ def test_chunks_that_begin_alike_are_told_apart(engine):
 
 
 @pytest.mark.parametrize('search', [base.quick, base.nested])
-def test_evictions_do_not_show(search, monkeypatch):
+def test_evictions_do_not_show(search, by_rows, monkeypatch):
   monkeypatch.setattr(device, 'PIECE', 16)
 
   async def main(engine, order):
@@ -214,7 +214,7 @@ def test_evictions_do_not_show(search, monkeypatch):
     out = await asyncio.wait_for(asyncio.gather(*running), 300)
     return dict(zip(order, out))
 
-  engine = make_engine(slots=4)
+  engine = make_engine(slots=4, **by_rows)
   want = {}
   for i in range(11):
     want |= asyncio.run(main(engine, [i]))
@@ -228,13 +228,13 @@ def test_evictions_do_not_show(search, monkeypatch):
 
 
 @pytest.mark.long
-def test_neither_lane_nor_order_shows(monkeypatch):
+def test_neither_lane_nor_order_shows(monkeypatch, by_rows):
   monkeypatch.setattr(base, 'CFG', CFG)
   monkeypatch.setattr(base, 'make_engine', make_engine)
   make = functools.partial(common.make_params, cfg=CFG)
   monkeypatch.setattr(base, 'make_params', make)
   monkeypatch.setattr(device, 'bytes_per_token', lambda cfg: 10**4)
-  base.test_neither_lane_nor_order_shows(monkeypatch)
+  base.test_neither_lane_nor_order_shows(monkeypatch, by_rows)
 
 
 def test_a_group_prefills_its_prompt_once(engine):
