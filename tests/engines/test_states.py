@@ -284,6 +284,33 @@ def test_host_memory_counts_states():
   assert room.size(10) == 64 + room.state
 
 
+def test_host_memory_counts_states_of_forks():
+  """Those of a fork lie there while its parent goes on in their slot."""
+  token = device.bytes_per_token(CFG)
+  room = device.room(CFG, common.config())
+  # Of four sequences, two are in slots; not for the states of a fork.
+  tokens = 2 * room.size(64) + room.state - 1
+  engine = make_engine(slots=2, host_gib=tokens * token / 2**30)
+  table, turn = engine._table, Sampling(max_tokens=2, limit=64)
+
+  async def main():
+    parent, other = engine.open(prompt(engine, 9)), engine.open(prompt(engine))
+    await engine.generate(parent, turn)
+    child = engine.fork(parent)
+    assert not table.start(other, 64, last=False)
+    await engine.generate(parent, turn)
+    assert table._paused == room.state
+    assert engine.stats()['host_bytes'] == room.state * token
+    engine.close(parent)
+    await engine.generate(child, turn)  # takes them back
+    assert table._paused == 0 and table.start(other, 64, last=False)
+    engine.close(child)
+    engine.close(other)
+
+  asyncio.run(main())
+  assert table._paused == 0
+
+
 def test_half_precision_keeps_decays_and_states_whole():
   """And the checksums of what is loaded are those of the trainer."""
   engine = make_engine(dtype='bfloat16')

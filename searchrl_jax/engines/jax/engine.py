@@ -196,7 +196,8 @@ class JaxEngine(core.Engine):
 
     recomputed_tokens: prefilled again for the same handle (only a sync
     increases it). discarded_tokens: decoded past a stop in the same chunk.
-    host_bytes: the maximum of host memory that paused sequences took at once.
+    host_bytes: the maximum of host memory that paused sequences, and states of
+      forks whose slot went on, took at once.
     """
     host = self._counters['paused_tokens'] * self._token_bytes
     return {**super().stats(), 'host_bytes': host}

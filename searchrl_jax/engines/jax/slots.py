@@ -52,9 +52,14 @@ class Room:
     """Tokens of host memory that a sequence of `tokens` takes."""
     return -(-tokens // self.piece) * self.piece + self.state
 
-  def holds(self, sizes: Iterable[int]) -> bool:
-    """Whether sequences of these sizes fit, whichever of them are in slots."""
-    return sum(sorted(sizes)[self.slots :]) <= self.tokens
+  def holds(self, sizes: Iterable[int], guests: int) -> bool:
+    """Whether sequences of these sizes fit, whichever of them are in slots.
+
+    guests: those that read the slot of another; host memory may hold their
+    states beside it.
+    """
+    held = sum(sorted(sizes)[self.slots :])
+    return held + guests * self.state <= self.tokens
 
   def capacity(self, tokens: int) -> int:
     """The number of sequences of `tokens` that may run at the same time.
@@ -236,14 +241,25 @@ class SlotTable:
     if rows.owner is handle:
       rows.owner = None
     needed = {user.since for user in rows.users}
-    rows.kept = [box for box in rows.kept if box.first in needed]
+    self._keep(rows, [box for box in rows.kept if box.first in needed])
     if rows.users:
       return
     if rows.slot is None:
-      self._paused -= self.room.size(rows.box.length)
+      self._hold(-self.room.size(rows.box.length))
     else:
       del self._held[rows.slot]
       heapq.heappush(self._free, rows.slot)
+
+  def _keep(self, rows: Rows, kept: list[Box]) -> None:
+    """Changes which states host memory holds beside the rows."""
+    self._hold((len(kept) - len(rows.kept)) * self.room.state)
+    rows.kept = kept
+
+  def _hold(self, tokens: int) -> None:
+    """Counts tokens that host memory holds from now on, or no more."""
+    self._paused += tokens
+    most = max(self._counters['paused_tokens'], self._paused)
+    self._counters['paused_tokens'] = most
 
   def _share(self, handle: Handle, rows: Rows, cached: int) -> None:
     rows.users.add(handle)
@@ -276,7 +292,9 @@ class SlotTable:
     """
     size, spare = self.room.size(limit), self.room.size(self.room.max_len)
     sizes = [*self._sizes.values(), size, *([] if last else [spare])]
-    if not self.started(handle) and not self.room.holds(sizes):
+    guest = lambda h: h.rows is not None and h.rows.owner is not h
+    guests = sum(map(guest, self._sizes))
+    if not self.started(handle) and not self.room.holds(sizes, guests):
       return False
     self._sizes[handle] = max(self._sizes.get(handle, 0), size)
     return True
@@ -337,7 +355,8 @@ class SlotTable:
       level = plan.ready[rows] = plan.ready.get(rows, 0) + 1
       copy = Copy(rows.slot, None, rows.slot, 0, states=box)
       plan.copies.setdefault(level, []).append(copy)
-      rows.first, rows.kept, rows.owner = handle.since, [], handle
+      rows.first, rows.owner = handle.since, handle
+      self._keep(rows, [])
 
   def _keep_states(self, handle: Handle, plan: Plan) -> None:
     """Keeps the states of others in the handle's slot, which goes on."""
@@ -347,7 +366,8 @@ class SlotTable:
       box = Box(0)
       box.first = rows.first
       # An earlier one served a handle that nothing of its log belongs to.
-      rows.kept = [old for old in rows.kept if old.first != box.first] + [box]
+      others = [old for old in rows.kept if old.first != box.first]
+      self._keep(rows, [*others, box])
       plan.kept.append((rows.slot, box))
 
   def _append(self, handle: Handle, tokens, level: int, plan: Plan) -> int:
@@ -405,8 +425,9 @@ class SlotTable:
       copy = Copy(rows.slot, rows.box, slot, cached, states=kept)
       plan.copies.setdefault(level, []).append(copy)
     if rows is not None and len(rows.users) == 1:
-      self._paused -= self.room.size(rows.box.length)
-      rows.slot, rows.box, rows.owner, rows.kept = slot, None, handle, []
+      self._hold(-self.room.size(rows.box.length))
+      rows.slot, rows.box, rows.owner = slot, None, handle
+      self._keep(rows, [])
     else:
       self.drop(handle)  # other users keep the rows
       handle.rows, handle.cached = Rows(slot, handle), cached
@@ -444,9 +465,7 @@ class SlotTable:
         if copy.source == slot:
           copy.source, copy.box = None, rows.box
     self._counters['evictions'] += 1
-    self._paused += self.room.size(rows.box.length)
-    most = max(self._counters['paused_tokens'], self._paused)
-    self._counters['paused_tokens'] = most
+    self._hold(self.room.size(rows.box.length))
     return slot
 
   def _prefill(self, handle, tokens, end: int, level: int, plan: Plan) -> int:
