@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from searchrl_jax.devices import sharding
-from searchrl_jax.engines.core import Sampling, WeightsUpdate
+from searchrl_jax.engines.core import EngineError, Sampling, WeightsUpdate
 from searchrl_jax.engines.jax import device
+from searchrl_jax.engines.jax import engine as engine_lib
 from searchrl_jax.engines.weights import sync
 from searchrl_jax.models import decoder, deltanet
 from tests.engines import common
@@ -309,6 +310,17 @@ def test_host_memory_counts_states_of_forks():
 
   asyncio.run(main())
   assert table._paused == 0
+
+
+def test_what_is_not_exact_is_refused():
+  """Before weights are loaded, which doctor and a run ask for too."""
+  config = common.config(exact=False)
+  for refused in (
+    lambda: engine_lib.capacity(CFG, config, 9),
+    lambda: make_engine(exact=False),
+  ):
+    with pytest.raises(EngineError, match='engine.exact=False.*delta nets'):
+      refused()
 
 
 def test_half_precision_keeps_decays_and_states_whole():

@@ -51,8 +51,14 @@ def room(cfg: DecoderConfig, config) -> Room:
   """The capacity of config.engine.slots and config.engine.host_gib.
 
   Raises:
-    EngineError: host_gib is less than one sequence of max_len takes.
+    EngineError: host_gib is less than one sequence of max_len takes, or
+      exact=False with delta nets.
   """
+  require(
+    config.exact or not cfg.delta,
+    f'config.engine.exact=False: family {cfg.family} has delta nets, whose '
+    'states are those of all slots; use True',
+  )
   size = bytes_per_token(cfg)
   piece = min(PIECE, kv.length(config.max_len))
   held = int(config.host_gib * 2**30 / size)
@@ -181,9 +187,9 @@ class Device:
     # divided evenly too.
     slots, parts = shape.slots // self._lanes, sharding.parts(mesh, shape.slots)
     require(
-      shape.exact or (_alone(mesh) and not cfg.delta_layers),
+      shape.exact or _alone(mesh),
       'config.engine.exact=False is for one CPU, where idle slots cost as much '
-      'as active ones, and for attention alone; use True here',
+      'as active ones; use True here',
     )
     shape = dataclasses.replace(shape, slots=slots, parts=parts)
     self._cfg, self._shape, self._mesh = cfg, shape, mesh
