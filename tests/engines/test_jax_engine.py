@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import functools
+import re
 import time
 import types
 
@@ -149,6 +150,21 @@ def test_how_far_other_rows_are_does_not_show_in_a_row(
     held = (k, v) if named else (k[order], v[order])
     got = attend(q[order], *held, at[order], slots(order))
     np.testing.assert_array_equal(got[np.argsort(order)][:4], want[:4])
+
+
+@pytest.mark.parametrize('rows', [11, 13, 17])
+def test_rows_that_fill_no_part_are_read_together(rows, monkeypatch):
+  monkeypatch.setattr(caches, 'BLOCKS', {'cpu': 16})
+  rng = np.random.default_rng(0)
+  q, k, v, at = filled(CFG, rng.integers(1, 161, rows), 160)
+  want = caches.attend(CFG, q, k, v, at)  # small blocks: all rows at once
+  monkeypatch.setattr(caches, 'PART_BYTES', 0)
+  attend = lambda *x: caches.attend(CFG, *x)
+  np.testing.assert_allclose(attend(q, k, v, at), want, atol=1e-6)
+  # Of the blocks that a step reads, keys and values.
+  program = str(jax.make_jaxpr(attend)(q, k, v, at))
+  sizes = {int(n) for n in re.findall(r'f32\[(\d+),2,16,8\] = gather', program)}
+  assert sizes == {-(-rows // -(-rows // caches.PART))}
 
 
 @pytest.mark.parametrize('window', [0, 20])
