@@ -432,6 +432,12 @@ def test_the_inverse(name):
     (QWEN35, {'partial_rotary_factor': 0.5}, r'partial_rotary_factor=.0.25, 0'),
     (QWEN35, {'sliding_window': 8}, 'sliding_window=8'),
     (QWEN35, {'layer_types': ['mamba'] * 5}, 'layer_types=.*linear_attention'),
+    (
+      QWEN35,
+      {'full_attention_interval': 6, 'layer_types': None},
+      'no full_attention in 5 layers',
+    ),
+    (QWEN35, {'layer_types': ['linear_attention'] * 5}, 'no full_attention'),
     (QWEN35, {'mlp_only_layers': [1]}, 'mlp_only_layers'),
     (QWEN35, {'num_experts': 4}, 'num_experts=4'),
     (QWEN35, {'rope_parameters': {'rope_type': 'yarn'}}, "'yarn'"),

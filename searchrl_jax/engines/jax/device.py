@@ -31,10 +31,10 @@ PIECE = 256
 
 
 def bytes_per_token(cfg: DecoderConfig) -> int:
-  """Of keys and values, in all layers; at least 1."""
+  """Of keys and values, in all layers."""
   layers = cfg.n_layers - len(cfg.delta_layers)
   numbers = 2 * layers * cfg.n_kv_heads * cfg.head_dim
-  return numbers * jnp.dtype(cfg.dtype).itemsize or 1
+  return numbers * jnp.dtype(cfg.dtype).itemsize
 
 
 def state_bytes(cfg: DecoderConfig, chunk: int) -> int:
