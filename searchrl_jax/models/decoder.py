@@ -110,7 +110,7 @@ class DecoderConfig:
 
   def layers_with(self, name: str) -> list[int]:
     """The layers that have the parameter `layers/name`, in its order."""
-    return families.layers_with(families.fields(self), name)
+    return families.layers_with(vars(self), name)
 
   @property
   def delta_layers(self) -> list[int]:

@@ -313,15 +313,15 @@ class Device:
         prefills += [(program, args) for program in (p.fresh, p.extend)]
     held = self._weights, self._caches[0]
     *fewer, slots = shape.decode_sizes
-    states = [idle(slots)]
-    states += [idle(n) | {'slot': np.arange(n, dtype=np.int32)} for n in fewer]
-    calls = [(p.decode, (*held, state)) for state in states]
+    idles = [idle(slots)]
+    idles += [idle(n) | {'slot': np.arange(n, dtype=np.int32)} for n in fewer]
+    calls = [(p.decode, (*held, state)) for state in idles]
     calls += [(program, (*held, *args)) for program, args in prefills]
     for width in shape.score_widths:
       ids = np.zeros((shape.rows(width), width), np.int32)
       calls.append((p.score, (self._weights, ids)))
     compiling.concurrently(program.lower(*args) for program, args in calls)
-    for state in states:
+    for state in idles:
       self._caches[0], *_ = p.decode(self._weights, self._caches[0], state)
     for program, args in prefills:
       self._caches[0] = program(self._weights, self._caches[0], *args)

@@ -358,7 +358,7 @@ class JaxEngine(core.Engine):
       state['length'][slot] = r.length
       state['left'][slot] = s.max_tokens - len(r.ids)
       state['seed'][slot] = r.seed
-      state['replay'][slot] = self._table.follow(r.handle, r.length - 1)
+      state['replay'][slot] = self._table.advance(r.handle, r.length - 1)
       state['stop_ids'][slot, : len(s.stop_ids)] = s.stop_ids
       if s.temperature == 0:
         state['greedy'][slot] = True

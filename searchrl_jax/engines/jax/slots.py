@@ -111,7 +111,7 @@ class Rows:
     self.owner: Handle | None = owner  # the only handle that may write
     self.users = {owner}
     self.used = 0  # time of the last admission, for LRU eviction
-    self.first = 0  # `Handle.since` of those whose states are there
+    self.since = 0  # `Handle.since` of those whose states are there
     self.kept: list[Box] = []  # the states of others
 
 
@@ -122,7 +122,7 @@ class Box:
     self.length = length  # positions to keep
     self.data: list = []  # the (k, v) of each piece, see engines/jax/device.py
     self.states: list = []  # of the delta nets
-    self.first = 0  # see `Rows`
+    self.since = 0  # see `Rows`
 
 
 @dataclasses.dataclass
@@ -241,7 +241,7 @@ class SlotTable:
     if rows.owner is handle:
       rows.owner = None
     needed = {user.since for user in rows.users}
-    self._keep(rows, [box for box in rows.kept if box.first in needed])
+    self._keep(rows, [box for box in rows.kept if box.since in needed])
     if rows.users:
       return
     if rows.slot is None:
@@ -331,23 +331,28 @@ class SlotTable:
     plan.ready[rows] = self._append(handle, tokens, level, plan)
     return True
 
-  def follow(self, handle: Handle, start: int) -> int:
+  def advance(self, handle: Handle, start: int) -> int:
     """Says that states go on from `start`; returns how many tokens of their log
     come before, -1 if no token does."""
     rows = handle.rows
-    replay = start - rows.first if start else -1
-    rows.first = handle.since = start
+    replay = start - rows.since if start else -1
+    rows.since = handle.since = start
     return replay
 
   def _kept(self, rows: Rows, since: int) -> Box | None:
     """Where states are that can be cut back to `since`; None: with the rows."""
-    if not self.room.state or rows.first == since:
+    if not self.room.state or rows.since == since:
       return None
-    return next(box for box in rows.kept if box.first == since)
+    return next(box for box in rows.kept if box.since == since)
 
   def _take_back(self, handle: Handle, plan: Plan) -> None:
     """Gives a slot the states that were kept of the handle, if no other handle
-    has the slot any more."""
+    has the slot any more.
+
+    The states in a slot are the owner's, if it has one: rows.since is that of
+    rows.owner. So those of a single user are there, or they were kept when an
+    owner went on that has left since; what is in the slot is then nobody's.
+    """
     rows = handle.rows
     if rows is None or rows.slot is None or len(rows.users) > 1:
       return
@@ -355,18 +360,18 @@ class SlotTable:
       level = plan.ready[rows] = plan.ready.get(rows, 0) + 1
       copy = Copy(rows.slot, None, rows.slot, 0, states=box)
       plan.copies.setdefault(level, []).append(copy)
-      rows.first, rows.owner = handle.since, handle
+      rows.since, rows.owner = handle.since, handle
       self._keep(rows, [])
 
   def _keep_states(self, handle: Handle, plan: Plan) -> None:
     """Keeps the states of others in the handle's slot, which goes on."""
     rows = handle.rows
-    shared = any(u is not handle and u.since == rows.first for u in rows.users)
+    shared = any(u is not handle and u.since == rows.since for u in rows.users)
     if self.room.state and shared:
       box = Box(0)
-      box.first = rows.first
+      box.since = rows.since
       # An earlier one served a handle that nothing of its log belongs to.
-      others = [old for old in rows.kept if old.first != box.first]
+      others = [old for old in rows.kept if old.since != box.since]
       self._keep(rows, [*others, box])
       plan.kept.append((rows.slot, box))
 
@@ -431,7 +436,7 @@ class SlotTable:
     else:
       self.drop(handle)  # other users keep the rows
       handle.rows, handle.cached = Rows(slot, handle), cached
-    handle.rows.first = handle.since = since
+    handle.rows.since = handle.since = since
     self._held[slot] = handle.rows
     if level is not None:
       plan.ready[handle.rows] = level
@@ -442,8 +447,8 @@ class SlotTable:
     need = len(handle.prompt) - 1
     group = self._prompts[handle.prompt] if need else ()
     holds = (other.rows for other in group if other.cached >= need)
-    firsts = lambda rows: {rows.first, *(box.first for box in rows.kept)}
-    fit = lambda rows: rows and (not self.room.state or need in firsts(rows))
+    sinces = lambda rows: {rows.since, *(box.since for box in rows.kept)}
+    fit = lambda rows: rows and (not self.room.state or need in sinces(rows))
     return next(filter(fit, holds), None)
 
   def _free_slot(self, plan: Plan, busy) -> int | None:
@@ -472,9 +477,9 @@ class SlotTable:
     """Plans pieces up to `end`; returns the level of the last one."""
     for start, stop in self._pieces(handle.cached, end):
       level += 1
-      ids, replay = tuple(tokens[start:stop]), self.follow(handle, start)
+      ids, replay = tuple(tokens[start:stop]), self.advance(handle, start)
       piece = Piece(handle.rows.slot, start, ids, replay)
-      self.follow(handle, stop)
+      self.advance(handle, stop)
       plan.pieces.setdefault(level, []).append(piece)
       self._counters['prefilled_tokens'] += stop - start
       recomputed = min(stop, handle.computed) - start
