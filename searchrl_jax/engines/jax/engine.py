@@ -194,8 +194,9 @@ class JaxEngine(core.Engine):
   def stats(self) -> dict[str, float]:
     """Counters since the start, in tokens, calls or seconds.
 
-    recomputed_tokens: prefilled again for the same handle (only a sync
-    increases it). discarded_tokens: decoded past a stop in the same chunk.
+    recomputed_tokens: prefilled again for the same handle, after a sync and,
+    with delta nets, after a call that was cancelled or a cut before the last
+    chunk. discarded_tokens: decoded past a stop in the same chunk.
     host_bytes: the maximum of host memory that paused sequences, and states of
       forks whose slot went on, took at once.
     """

@@ -4,7 +4,7 @@ A `Rows` is the K/V of one prefix, in a slot or in host memory. Handles share
 one until a handle writes below what another still reads (copy on write). A
 fork, a second `open` of the same prompt, and tokens that another handle with
 the same past has been given too (what two samples of a group found with one
-query) copy instead of computing.
+query; not with delta nets) copy instead of computing.
 
 The content of a cache must not depend on the order of arrival (design 5.10):
 
@@ -12,8 +12,8 @@ The content of a cache must not depend on the order of arrival (design 5.10):
   width; appended tokens are prefilled from the last token before them;
 * the last token of a sequence is never in the cache between calls, wherever
   the chunk that sampled it ended, and `decode` always computes it;
-* an evicted prefix goes to host memory and comes back bit for bit. It is
-  never computed again, because prefill and decode may differ in last bits.
+* an evicted prefix goes to host memory and comes back bit for bit. An eviction
+  has nothing computed again: prefill and decode may differ in last bits.
 
 Keys and values serve every shorter prefix too. The states of delta nets serve
 those alone that their log reaches (`states`). So those of a fork are kept in
