@@ -1276,10 +1276,11 @@ def test_nothing_compiles_after_warmup(exact, monkeypatch):
     # always does.
     handle = engine.open(prompt(engine, 27))
     await engine.generate(handle, Sampling(max_tokens=3, seed=0))
-    fork = engine.fork(handle)
-    await engine.generate(fork, Sampling(max_tokens=3, seed=1))
-    engine.close(handle)
-    engine.close(fork)
+    forks = [engine.fork(handle) for _ in range(2)]
+    # One before its parent goes on, and one after it is gone.
+    for one in (forks[0], handle, forks[1]):
+      await engine.generate(one, Sampling(max_tokens=3, seed=1))
+      engine.close(one)
 
   try:
     for n in range(20):

@@ -226,12 +226,22 @@ def test_evictions_do_not_show(search, by_rows, monkeypatch):
   assert engine._table._sizes == {} and engine._table._paused == 0
 
 
-@pytest.mark.long
-def test_neither_lane_nor_order_shows(monkeypatch, by_rows):
+@pytest.fixture
+def nets(monkeypatch):
+  """Gives the tests of `base` delta nets."""
   monkeypatch.setattr(base, 'CFG', CFG)
-  monkeypatch.setattr(base, 'make_engine', make_engine)
-  make = functools.partial(common.make_params, cfg=CFG)
-  monkeypatch.setattr(base, 'make_params', make)
+  for name in ('make_engine', 'make_params'):
+    make = functools.partial(getattr(common, name), cfg=CFG)
+    monkeypatch.setattr(base, name, make)
+
+
+@pytest.mark.long
+def test_nothing_compiles_after_warmup(nets, monkeypatch):
+  base.test_nothing_compiles_after_warmup(True, monkeypatch)
+
+
+@pytest.mark.long
+def test_neither_lane_nor_order_shows(nets, monkeypatch, by_rows):
   monkeypatch.setattr(device, 'bytes_per_token', lambda cfg: 10**4)
   base.test_neither_lane_nor_order_shows(monkeypatch, by_rows)
 
