@@ -24,20 +24,10 @@ from searchrl_jax.engines.jax import caches, decode, device
 from searchrl_jax.models import attention, decoder
 from searchrl_jax.text import tokenizer
 from tests.clock import until
-from tests.engines.common import CFG, Letters, make_engine, make_params
-from tests.engines.contract import EngineContract, once, prompt
+from tests.engines.common import CFG, make_engine, make_params
+from tests.engines.contract import EngineContract, bits, once, prompt
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope='module')
-def engine():
-  return make_engine()
-
-
-@pytest.fixture
-def token_bytes():
-  return Letters().token_bytes
 
 
 class TestContract(EngineContract):
@@ -516,8 +506,7 @@ def test_a_group_prefills_its_prompt_once():
   assert stats['prefix_hits'] == 8 and stats['prefix_tokens'] == 160
   assert stats['recomputed_tokens'] == 0
   alone = asyncio.run(once(engine, start.ids, Sampling(max_tokens=5, seed=7)))
-  assert alone.ids.tolist() == group[7].ids.tolist()
-  assert alone.logps.tobytes() == group[7].logps.tobytes()
+  assert bits(alone) == bits(group[7])
 
 
 async def twin(engine, i):
@@ -529,7 +518,7 @@ async def twin(engine, i):
     done = await engine.generate(
       handle, Sampling(max_tokens=6, temperature=0.0, limit=64)
     )
-    out.append((done.ids.tolist(), done.logps.tobytes()))
+    out.append(bits(done))
     engine.truncate(handle, len(handle) - int(rng.random() < 0.3))
     # One of two texts, which differ in their first token.
     engine.append(handle, [rng.integers(2), *range(1, 5 + rng.integers(2))])
@@ -631,7 +620,7 @@ async def searching(engine, i, search, limit=0):
     done = await engine.generate(
       handle, Sampling(max_tokens=4 + (i + turn) % 5, seed=i, limit=limit)
     )
-    out.append((done.ids.tolist(), done.logps.tobytes()))
+    out.append(bits(done))
     engine.append(handle, await search(engine, i, turn))
   engine.close(handle)
   return out
@@ -720,7 +709,7 @@ async def branching(engine, i, slots, synced):
   async def sample(handle, n):
     async with slots:
       done = await call(handle, n)
-    return done.ids.tolist(), done.logps.tobytes()
+    return bits(done)
 
   out = [await sample(parent, 3 + i % 5)]
   engine.append(parent, [1 + i, 2, 3])
@@ -953,8 +942,7 @@ def test_one_slot_is_enough():
     out = await asyncio.gather(
       *[engine.generate(h, sampling) for h in (child, other, parent)]
     )
-    assert out[0].ids.tolist() == out[2].ids.tolist()
-    assert out[0].logps.tobytes() == out[2].logps.tobytes()
+    assert bits(out[0]) == bits(out[2])
     whole = [*start.ids, *first.ids.tolist()]
     fresh = await once(engine, whole, sampling)
     assert fresh.ids.tolist() == out[0].ids.tolist()

@@ -17,7 +17,7 @@ from searchrl_jax.models import decoder, deltanet
 from tests.engines import common
 from tests.engines import test_jax_engine as base
 from tests.engines.common import Letters
-from tests.engines.contract import EngineContract, prompt
+from tests.engines.contract import EngineContract, bits, prompt
 
 pytestmark = pytest.mark.slow
 
@@ -35,22 +35,8 @@ ROUNDING = 1e-5  # of token by token against chunks, in log-probs of -5
 make_engine = functools.partial(common.make_engine, cfg=CFG)
 
 
-@pytest.fixture(scope='module')
-def engine():
-  return make_engine()
-
-
-@pytest.fixture
-def token_bytes():
-  return Letters().token_bytes
-
-
 class TestContract(EngineContract):
   tolerance = ROUNDING
-
-
-def bits(done):
-  return done.ids.tolist(), done.logps.tobytes()
 
 
 @pytest.mark.parametrize('n', range(1, 7))

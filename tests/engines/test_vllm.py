@@ -42,10 +42,6 @@ class TestContract(EngineContract):
     asyncio.run(engine.shutdown())
     fake.kill()
 
-  @pytest.fixture
-  def token_bytes(self):
-    return Letters().token_bytes
-
 
 # --- Weights.
 
