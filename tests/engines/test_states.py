@@ -212,22 +212,24 @@ def test_evictions_do_not_show(search, by_rows, monkeypatch):
   assert engine._table._sizes == {} and engine._table._paused == 0
 
 
-@pytest.fixture
-def nets(monkeypatch):
-  """Gives the tests of `base` delta nets."""
-  monkeypatch.setattr(base, 'CFG', CFG)
+def give(cfg, monkeypatch):
+  """Has the tests of `base` use another model."""
+  monkeypatch.setattr(base, 'CFG', cfg)
   for name in ('make_engine', 'make_params'):
-    make = functools.partial(getattr(common, name), cfg=CFG)
+    make = functools.partial(getattr(common, name), cfg=cfg)
     monkeypatch.setattr(base, name, make)
 
 
 @pytest.mark.long
-def test_nothing_compiles_after_warmup(nets, monkeypatch):
+def test_nothing_compiles_after_warmup(monkeypatch):
+  small = dataclasses.replace(CFG, n_layers=2, global_every=2)
+  give(small, monkeypatch)
   base.test_nothing_compiles_after_warmup(True, monkeypatch)
 
 
 @pytest.mark.long
-def test_neither_lane_nor_order_shows(nets, monkeypatch, by_rows):
+def test_neither_lane_nor_order_shows(monkeypatch, by_rows):
+  give(CFG, monkeypatch)
   monkeypatch.setattr(device, 'bytes_per_token', lambda cfg: 10**4)
   base.test_neither_lane_nor_order_shows(monkeypatch, by_rows)
 
