@@ -22,7 +22,7 @@ from searchrl_jax.models import parameters
 from searchrl_jax.rewards import core as rewards
 from searchrl_jax.rewards import judge as judges
 from searchrl_jax.rollout import collector
-from searchrl_jax.run import build, command
+from searchrl_jax.run import build, command, services
 from searchrl_jax.run.session import Session
 from searchrl_jax.store import folders
 
@@ -60,6 +60,7 @@ def _train(config, workdir: str) -> dict[str, float]:
   # Policy, reference and critic; the last checkpoint, or the start.
   mesh = build.mesh(config)
   cfg = parameters.model_config(config, tok.vocab_size, tok.needed)
+  services.check_engine(config, cfg)
   learner = Learner(config, cfg, mesh)
   rollouts = collector.Collector(config, stream, batching.useful)
   with Session(

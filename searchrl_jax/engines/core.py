@@ -233,7 +233,8 @@ class Engine(Protocol):
   async def generate(self, handle, sampling: Sampling) -> Completion: ...
   # The number of handles of up to `tokens` tokens that it serves without
   # recomputing caches. The module also has a function of this name, of
-  # (model_cfg, config.engine, tokens), for `doctor`.
+  # (model_cfg, config.engine, tokens), which refuses (EngineError) a model that
+  # the engine cannot serve: it is asked before weights are loaded.
   def capacity(self, tokens: int) -> int: ...
   async def logps(self, ids) -> np.ndarray: ...  # float32 [n], [0] is 0
   async def sync(self, update: WeightsUpdate) -> SyncReport: ...

@@ -96,6 +96,7 @@ def loaded(config, workdir: str, out: str, which: str = 'latest', loop=None):
   )
   tok = build.tokenizer(config, workdir or out)
   cfg = parameters.model_config(config, tok.vocab_size, tok.needed)
+  services.check_engine(config, cfg)
   mesh = build.mesh(config)
   if config.env.search_when == 'entropy':  # beside the decoder, the scorer
     services.require_alone(config, mesh, "config.env.search_when='entropy'")

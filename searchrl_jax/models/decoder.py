@@ -63,7 +63,7 @@ class DecoderConfig:
     global_every: of so many layers the last is global and the others are local,
       or delta nets; 1: all are global.
     local_theta: RoPE of local layers, which have no rope_scaling.
-    rotary_dim: leading numbers of a head that RoPE rotates; 0: all.
+    rotary_dim: leading numbers of a head that RoPE rotates; None: all.
     delta: sizes of the delta nets, where there are any.
     dtype: of activations; logits are always float32.
     remat: 'none' or a key of `remat.SAVED`.
@@ -87,7 +87,7 @@ class DecoderConfig:
   window: int = 0
   global_every: int = 1
   local_theta: float = 10_000.0
-  rotary_dim: int = 0
+  rotary_dim: int | None = None
   delta: deltanet.Sizes | None = None
   dtype: str = 'float32'
   remat: str = 'none'
@@ -110,7 +110,7 @@ class DecoderConfig:
 
   def layers_with(self, name: str) -> list[int]:
     """The layers that have the parameter `layers/name`, in its order."""
-    return families.layers_with(families.fields(self), name)
+    return families.layers_with(vars(self), name)
 
   @property
   def delta_layers(self) -> list[int]:

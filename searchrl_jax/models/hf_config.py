@@ -209,7 +209,7 @@ def parse_config(hf: Mapping[str, Any], strict: bool = True) -> dict[str, Any]:
       value = family.head_dim or sizes['d_model'] // sizes['n_heads']
     sizes[size] = _count(value, field)
   local = {'window': 0, 'global_every': 1, 'local_theta': 1e4}
-  local |= {'rotary_dim': 0, 'delta': None}
+  local |= {'rotary_dim': None, 'delta': None}
   scale = 1.0
   if name == families.GEMMA:
     own, hf = _local_layers(hf, sizes['n_layers'])
@@ -397,7 +397,9 @@ def _delta_layers(hf: Mapping[str, Any], sizes: Mapping[str, int]):
   keys, values = delta['key_heads'], delta['value_heads']
   wanted = f'a multiple of linear_num_key_heads={keys}'
   _require(values % keys == 0, f'linear_num_value_heads={values}', wanted)
-  every = _period(hf, sizes['n_layers'], _LINEAR, 4, _INTERVAL)
+  n = sizes['n_layers']
+  every = _period(hf, n, _LINEAR, 4, _INTERVAL)
+  _require(every <= n, f'no {_FULL} in {n} layers', f'one at least of {every}')
   return {'global_every': every, 'rotary_dim': rotary, 'delta': delta}, hf
 
 

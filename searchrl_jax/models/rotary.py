@@ -1,7 +1,7 @@
 """Rotary position embeddings (RoFormer, arXiv 2104.09864).
 
 `cfg` is a `decoder.DecoderConfig`: head_dim H, of which the first R are rotated
-(rotary_dim; 0: all), rope_theta, rope_scaling and, for local layers,
+(rotary_dim; None: all), rope_theta, rope_scaling and, for local layers,
 local_theta.
 """
 

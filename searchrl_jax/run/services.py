@@ -199,6 +199,12 @@ def engine(config: ConfigDict, cfg, params, tok, mesh, workdir: str):
   return make(cfg, params, tok, config.engine, mesh, pathlib.Path(workdir))
 
 
+def check_engine(config: ConfigDict, cfg) -> None:
+  """Refuses a model that the engine cannot serve, before it is loaded."""
+  engine, limit = config.engine, config.env.max_tokens
+  engines.module(engine.module).capacity(cfg, engine, limit)
+
+
 def check_ahead(config: ConfigDict, mesh) -> None:
   """Refuses rollouts beside an update that would share its mesh with them."""
   if config.rollout.max_staleness:
@@ -285,6 +291,7 @@ def _simulator(config, policy, tok, mesh, workdir: str):
   require_alone(theirs, mesh, f'config.source.simulator.path={path!r}')
   tok = build.tokenizer(theirs, folder)
   cfg = parameters.model_config(theirs, tok.vocab_size, tok.needed)
+  check_engine(theirs, cfg)
   params = parameters.initial(theirs, cfg, mesh)
   made = engine(theirs, cfg, params, tok, mesh, folder)
 

@@ -4,12 +4,12 @@ import jax
 import numpy as np
 
 from searchrl_jax.engines.core import WeightsUpdate
-from searchrl_jax.engines.jax.engine import JaxEngine
+from searchrl_jax.engines.jax import engine
 from searchrl_jax.engines.weights import published
 from searchrl_jax.models import decoder
 
 
-class FileEngine(JaxEngine):
+class FileEngine(engine.JaxEngine):
   def __init__(self, model_cfg, params, *args):
     nothing = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), params)
     super().__init__(model_cfg, nothing, *args)
@@ -27,4 +27,4 @@ class FileEngine(JaxEngine):
     return await super().sync(WeightsUpdate(decoder.nest(flat), update.version))
 
 
-make = FileEngine
+make, capacity = FileEngine, engine.capacity

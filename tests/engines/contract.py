@@ -21,6 +21,11 @@ def prompt(engine, n=7, seed=0):
   return Prompt(tuple(ids.tolist()))
 
 
+def bits(done):
+  """A completion that can be compared bit by bit."""
+  return done.ids.tolist(), done.logps.tobytes()
+
+
 async def once(engine, ids, sampling):
   """A completion from a fresh handle."""
   handle = engine.open(Prompt(tuple(int(i) for i in ids)))
@@ -222,7 +227,7 @@ class EngineContract:
             max_tokens=5 + i % 4, seed=i, temperature=(0.0, 0.7, 1.0)[i % 3]
           ),
         )
-        out.append((done.ids.tolist(), done.logps.tobytes()))
+        out.append(bits(done))
         await asyncio.sleep(pause)
         engine.append(handle, [1 + i, 2, 3 + turn])
       engine.close(handle)

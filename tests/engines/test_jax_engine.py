@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import functools
+import re
 import time
 import types
 
@@ -23,20 +24,10 @@ from searchrl_jax.engines.jax import caches, decode, device
 from searchrl_jax.models import attention, decoder
 from searchrl_jax.text import tokenizer
 from tests.clock import until
-from tests.engines.common import CFG, Letters, make_engine, make_params
-from tests.engines.contract import EngineContract, once, prompt
+from tests.engines.common import CFG, make_engine, make_params
+from tests.engines.contract import EngineContract, bits, once, prompt
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope='module')
-def engine():
-  return make_engine()
-
-
-@pytest.fixture
-def token_bytes():
-  return Letters().token_bytes
 
 
 class TestContract(EngineContract):
@@ -121,24 +112,49 @@ def test_a_window_through_the_cache(window, block, monkeypatch):
   np.testing.assert_array_equal(again, got)
 
 
+@pytest.mark.parametrize('named', [True, False])
 @pytest.mark.parametrize('window', [0, 20])
 @pytest.mark.parametrize('kv_heads', [4, 2])
 def test_how_far_other_rows_are_does_not_show_in_a_row(
-  kv_heads, window, monkeypatch
+  kv_heads, window, named, monkeypatch
 ):
-  """Bit by bit: blocks that a row has not come to add exactly nothing."""
+  """Bit by bit: blocks that a row has not come to add exactly nothing.
+
+  named: the rows of the cache are; else it has them in this order.
+  """
+  monkeypatch.setattr(caches, 'PART_BYTES', 0)
   monkeypatch.setattr(caches, 'BLOCKS', {'cpu': 16})
   monkeypatch.setattr(caches, 'PART', 4)
   cfg = dataclasses.replace(CFG, n_kv_heads=kv_heads)
   q, k, v, near = filled(cfg, [3, 16, 17, 40, 5, 1, 160, 97], 160)
+  slots = lambda order: order if named else None
   attend = jax.jit(lambda *x: caches.attend(cfg, *x[:4], window, slots=x[4]))
-  want, rng = attend(q, k, v, near, np.arange(8)), np.random.default_rng(0)
+  want, rng = (
+    attend(q, k, v, near, slots(np.arange(8))),
+    np.random.default_rng(0),
+  )
   for _ in range(20):
     # Four rows, elsewhere, beside others at other places.
     at = np.where(np.arange(8)[:, None] < 4, near, rng.integers(160, size=1))
     order = rng.permutation(8)
-    got = attend(q[order], k, v, at[order], order)
+    held = (k, v) if named else (k[order], v[order])
+    got = attend(q[order], *held, at[order], slots(order))
     np.testing.assert_array_equal(got[np.argsort(order)][:4], want[:4])
+
+
+@pytest.mark.parametrize('rows', [11, 13, 17])
+def test_rows_that_fill_no_part_are_read_together(rows, monkeypatch):
+  monkeypatch.setattr(caches, 'BLOCKS', {'cpu': 16})
+  rng = np.random.default_rng(0)
+  q, k, v, at = filled(CFG, rng.integers(1, 161, rows), 160)
+  want = caches.attend(CFG, q, k, v, at)  # small blocks: all rows at once
+  monkeypatch.setattr(caches, 'PART_BYTES', 0)
+  attend = lambda *x: caches.attend(CFG, *x)
+  np.testing.assert_allclose(attend(q, k, v, at), want, atol=1e-6)
+  # Of the blocks that a step reads, keys and values.
+  program = str(jax.make_jaxpr(attend)(q, k, v, at))
+  sizes = {int(n) for n in re.findall(r'f32\[(\d+),2,16,8\] = gather', program)}
+  assert sizes == {-(-rows // -(-rows // caches.PART))}
 
 
 @pytest.mark.parametrize('window', [0, 20])
@@ -490,8 +506,7 @@ def test_a_group_prefills_its_prompt_once():
   assert stats['prefix_hits'] == 8 and stats['prefix_tokens'] == 160
   assert stats['recomputed_tokens'] == 0
   alone = asyncio.run(once(engine, start.ids, Sampling(max_tokens=5, seed=7)))
-  assert alone.ids.tolist() == group[7].ids.tolist()
-  assert alone.logps.tobytes() == group[7].logps.tobytes()
+  assert bits(alone) == bits(group[7])
 
 
 async def twin(engine, i):
@@ -503,7 +518,7 @@ async def twin(engine, i):
     done = await engine.generate(
       handle, Sampling(max_tokens=6, temperature=0.0, limit=64)
     )
-    out.append((done.ids.tolist(), done.logps.tobytes()))
+    out.append(bits(done))
     engine.truncate(handle, len(handle) - int(rng.random() < 0.3))
     # One of two texts, which differ in their first token.
     engine.append(handle, [rng.integers(2), *range(1, 5 + rng.integers(2))])
@@ -605,7 +620,7 @@ async def searching(engine, i, search, limit=0):
     done = await engine.generate(
       handle, Sampling(max_tokens=4 + (i + turn) % 5, seed=i, limit=limit)
     )
-    out.append((done.ids.tolist(), done.logps.tobytes()))
+    out.append(bits(done))
     engine.append(handle, await search(engine, i, turn))
   engine.close(handle)
   return out
@@ -623,7 +638,7 @@ async def nested(engine, i, turn):
 
 
 @pytest.mark.parametrize('search', [quick, nested])
-def test_evictions_do_not_show_and_nobody_waits_for_ever(search):
+def test_evictions_do_not_show_and_nobody_waits_for_ever(search, by_rows):
   async def main(engine, count, order):
     running = {
       i: asyncio.create_task(searching(engine, i, search)) for i in order
@@ -631,7 +646,7 @@ def test_evictions_do_not_show_and_nobody_waits_for_ever(search):
     out = await asyncio.wait_for(asyncio.gather(*running.values()), 300)
     return dict(zip(running, out))
 
-  engine = make_engine(slots=4)
+  engine = make_engine(slots=4, **by_rows)
   # Alone, each trajectory keeps its slot.
   want = {i: asyncio.run(main(engine, 1, [i]))[i] for i in range(11)}
   assert engine.stats()['evictions'] == 0
@@ -688,20 +703,24 @@ async def branching(engine, i, slots, synced):
   limit = 48
   parent = engine.open(prompt(engine, 5 + i // 4, seed=i // 4))
 
+  def call(handle, n):
+    return engine.generate(handle, Sampling(max_tokens=n, seed=i, limit=limit))
+
   async def sample(handle, n):
     async with slots:
-      sampling = Sampling(max_tokens=n, seed=i, limit=limit)
-      done = await engine.generate(handle, sampling)
-    return done.ids.tolist(), done.logps.tobytes()
+      done = await call(handle, n)
+    return bits(done)
 
   out = [await sample(parent, 3 + i % 5)]
   engine.append(parent, [1 + i, 2, 3])
   child = engine.fork(parent)
   engine.truncate(child, len(child) - 1 - i % 4)
-  whole, lost = len(parent), asyncio.create_task(sample(parent, 9))
-  await asyncio.sleep(0.001 * (i % 7))
-  lost.cancel()
-  await asyncio.gather(lost, return_exceptions=True)
+  whole = len(parent)
+  async with slots:  # a call of the engine in any case, which may show
+    lost = asyncio.create_task(call(parent, 9))
+    await asyncio.sleep(0.001 * (i % 7))
+    lost.cancel()
+    await asyncio.gather(lost, return_exceptions=True)
   engine.truncate(parent, whole)
   for _ in range(2):
     out += await asyncio.gather(sample(parent, 3), sample(child, 2 + i % 4))
@@ -711,14 +730,14 @@ async def branching(engine, i, slots, synced):
   return out
 
 
-def test_neither_lane_nor_order_shows(monkeypatch):
+def test_neither_lane_nor_order_shows(monkeypatch, by_rows):
   """64 slots on a CPU are two lanes."""
   monkeypatch.setattr(device, 'PIECE', 16)
   count, paused = 56, 56
-  budget = (paused * 48 + 64) * device.bytes_per_token(CFG)
+  budget = (paused * 48 + 80) * device.bytes_per_token(CFG)
 
   async def main(at_once, order):
-    engine = make_engine(slots=64, host_gib=budget / 2**30)
+    engine = make_engine(slots=64, host_gib=budget / 2**30, **by_rows)
     slots, synced = asyncio.Semaphore(at_once), asyncio.Barrier(count + 1)
     running = [
       asyncio.create_task(branching(engine, i, slots, synced)) for i in order
@@ -781,7 +800,7 @@ def test_what_is_not_exact_costs_what_is_active(count, monkeypatch):
   # 24 slots are halved, and the 8 rows of a prefill are quartered.
   assert max(sizes['decode']) == {1: 4, 3: 4, 9: 12, 17: 24}[count]
   prefills = {1: {1}, 3: {8}, 9: {8, 1}, 17: {8, 1}}[count]
-  assert {*sizes['fresh']} == prefills
+  assert {*sizes['fresh']} == {*sizes['extend']} == prefills
 
 
 def test_what_is_not_exact_is_refused_on_a_mesh():
@@ -923,8 +942,7 @@ def test_one_slot_is_enough():
     out = await asyncio.gather(
       *[engine.generate(h, sampling) for h in (child, other, parent)]
     )
-    assert out[0].ids.tolist() == out[2].ids.tolist()
-    assert out[0].logps.tobytes() == out[2].logps.tobytes()
+    assert bits(out[0]) == bits(out[2])
     whole = [*start.ids, *first.ids.tolist()]
     fresh = await once(engine, whole, sampling)
     assert fresh.ids.tolist() == out[0].ids.tolist()
@@ -1246,10 +1264,11 @@ def test_nothing_compiles_after_warmup(exact, monkeypatch):
     # always does.
     handle = engine.open(prompt(engine, 27))
     await engine.generate(handle, Sampling(max_tokens=3, seed=0))
-    fork = engine.fork(handle)
-    await engine.generate(fork, Sampling(max_tokens=3, seed=1))
-    engine.close(handle)
-    engine.close(fork)
+    forks = [engine.fork(handle) for _ in range(2)]
+    # One before its parent goes on, and one after it is gone.
+    for one in (forks[0], handle, forks[1]):
+      await engine.generate(one, Sampling(max_tokens=3, seed=1))
+      engine.close(one)
 
   try:
     for n in range(20):

@@ -9,14 +9,15 @@ import numpy as np
 import pytest
 
 from searchrl_jax.devices import sharding
-from searchrl_jax.engines.core import Sampling, WeightsUpdate
+from searchrl_jax.engines.core import EngineError, Sampling, WeightsUpdate
 from searchrl_jax.engines.jax import device
+from searchrl_jax.engines.jax import engine as engine_lib
 from searchrl_jax.engines.weights import sync
 from searchrl_jax.models import decoder, deltanet
 from tests.engines import common
 from tests.engines import test_jax_engine as base
 from tests.engines.common import Letters
-from tests.engines.contract import EngineContract, prompt
+from tests.engines.contract import EngineContract, bits, prompt
 
 pytestmark = pytest.mark.slow
 
@@ -34,25 +35,11 @@ ROUNDING = 1e-5  # of token by token against chunks, in log-probs of -5
 make_engine = functools.partial(common.make_engine, cfg=CFG)
 
 
-@pytest.fixture(scope='module')
-def engine():
-  return make_engine()
-
-
-@pytest.fixture
-def token_bytes():
-  return Letters().token_bytes
-
-
 class TestContract(EngineContract):
   tolerance = ROUNDING
 
 
-def bits(done):
-  return done.ids.tolist(), done.logps.tobytes()
-
-
-@pytest.mark.parametrize('n', [1, 2, 6, 7])
+@pytest.mark.parametrize('n', range(1, 7))
 @pytest.mark.parametrize('outside', [0, 3])
 def test_what_is_cut_off_was_never_sampled(engine, n, outside):
   """The chunks are of 4 tokens: cuts in a log, and at its ends."""
@@ -68,11 +55,9 @@ def test_what_is_cut_off_was_never_sampled(engine, n, outside):
     engine.close(handle)
     return bits(first)[0][:n], bits(later)
 
-  # Seven tokens leave a log of three behind the fourth.
-  if n > 4:
-    assert asyncio.run(main(7)) == asyncio.run(main(n))
-  else:
-    assert asyncio.run(main(4)) == asyncio.run(main(n))
+  # Seven tokens leave a log of three behind the fourth, which began a chunk.
+  more = 7 if n >= 4 else 4
+  assert asyncio.run(main(more)) == asyncio.run(main(n))
 
 
 def test_a_stop_string_leaves_no_trace(engine):
@@ -91,6 +76,31 @@ def test_a_stop_string_leaves_no_trace(engine):
   n = 1 + ids.index(ids[5])
   found = asyncio.run(main(max_tokens=20, stops=(stop,)))
   assert found == asyncio.run(main(max_tokens=n)) and n < 20
+
+
+def test_when_a_call_was_cancelled_does_not_show(engine, monkeypatch):
+  """Before its only chunk is over, or after its caller could have known."""
+  finish = engine._finish
+
+  async def main(late):
+    handle = engine.open(prompt(engine, 9))
+    await engine.generate(handle, Sampling(max_tokens=3, seed=3))
+    lost = asyncio.create_task(engine.generate(handle, Sampling(max_tokens=4)))
+
+    def cancelled(*args):
+      if late:
+        finish(*args)
+      lost.cancel()
+
+    with monkeypatch.context() as m:
+      m.setattr(engine, '_finish', cancelled)
+      await asyncio.gather(lost, return_exceptions=True)
+    assert lost.cancelled() and len(handle) == 12
+    later = await engine.generate(handle, Sampling(max_tokens=5, seed=1))
+    engine.close(handle)
+    return bits(later)
+
+  assert asyncio.run(main(True)) == asyncio.run(main(False))
 
 
 def test_a_deep_cut_is_computed_again(engine):
@@ -181,7 +191,7 @@ def test_chunks_that_begin_alike_are_told_apart(engine):
 
 
 @pytest.mark.parametrize('search', [base.quick, base.nested])
-def test_evictions_do_not_show(search, monkeypatch):
+def test_evictions_do_not_show(search, by_rows, monkeypatch):
   monkeypatch.setattr(device, 'PIECE', 16)
 
   async def main(engine, order):
@@ -189,7 +199,7 @@ def test_evictions_do_not_show(search, monkeypatch):
     out = await asyncio.wait_for(asyncio.gather(*running), 300)
     return dict(zip(order, out))
 
-  engine = make_engine(slots=4)
+  engine = make_engine(slots=4, **by_rows)
   want = {}
   for i in range(11):
     want |= asyncio.run(main(engine, [i]))
@@ -202,14 +212,26 @@ def test_evictions_do_not_show(search, monkeypatch):
   assert engine._table._sizes == {} and engine._table._paused == 0
 
 
+def give(cfg, monkeypatch):
+  """Has the tests of `base` use another model."""
+  monkeypatch.setattr(base, 'CFG', cfg)
+  for name in ('make_engine', 'make_params'):
+    make = functools.partial(getattr(common, name), cfg=cfg)
+    monkeypatch.setattr(base, name, make)
+
+
 @pytest.mark.long
-def test_neither_lane_nor_order_shows(monkeypatch):
-  monkeypatch.setattr(base, 'CFG', CFG)
-  monkeypatch.setattr(base, 'make_engine', make_engine)
-  make = functools.partial(common.make_params, cfg=CFG)
-  monkeypatch.setattr(base, 'make_params', make)
+def test_nothing_compiles_after_warmup(monkeypatch):
+  small = dataclasses.replace(CFG, n_layers=2, global_every=2)
+  give(small, monkeypatch)
+  base.test_nothing_compiles_after_warmup(True, monkeypatch)
+
+
+@pytest.mark.long
+def test_neither_lane_nor_order_shows(monkeypatch, by_rows):
+  give(CFG, monkeypatch)
   monkeypatch.setattr(device, 'bytes_per_token', lambda cfg: 10**4)
-  base.test_neither_lane_nor_order_shows(monkeypatch)
+  base.test_neither_lane_nor_order_shows(monkeypatch, by_rows)
 
 
 def test_a_group_prefills_its_prompt_once(engine):
@@ -257,6 +279,44 @@ def test_host_memory_counts_states():
   assert device.state_bytes(CFG, 4) == 4 * numbers
   assert room.state == numbers / 32 and room.piece == 64
   assert room.size(10) == 64 + room.state
+
+
+def test_host_memory_counts_states_of_forks():
+  """Those of a fork lie there while its parent goes on in their slot."""
+  token = device.bytes_per_token(CFG)
+  room = device.room(CFG, common.config())
+  # Of four sequences, two are in slots; not for the states of a fork.
+  tokens = 2 * room.size(64) + room.state - 1
+  engine = make_engine(slots=2, host_gib=tokens * token / 2**30)
+  table, turn = engine._table, Sampling(max_tokens=2, limit=64)
+
+  async def main():
+    parent, other = engine.open(prompt(engine, 9)), engine.open(prompt(engine))
+    await engine.generate(parent, turn)
+    child = engine.fork(parent)
+    assert not table.start(other, 64, last=False)
+    await engine.generate(parent, turn)
+    assert table._paused == room.state
+    assert engine.stats()['host_bytes'] == room.state * token
+    engine.close(parent)
+    await engine.generate(child, turn)  # takes them back
+    assert table._paused == 0 and table.start(other, 64, last=False)
+    engine.close(child)
+    engine.close(other)
+
+  asyncio.run(main())
+  assert table._paused == 0
+
+
+def test_what_is_not_exact_is_refused():
+  """Before weights are loaded, which doctor and a run ask for too."""
+  config = common.config(exact=False)
+  for refused in (
+    lambda: engine_lib.capacity(CFG, config, 9),
+    lambda: make_engine(exact=False),
+  ):
+    with pytest.raises(EngineError, match='engine.exact=False.*delta nets'):
+      refused()
 
 
 def test_half_precision_keeps_decays_and_states_whole():

@@ -16,7 +16,7 @@ from searchrl_jax.engines.core import (
 from searchrl_jax.engines.vllm import client
 from searchrl_jax.engines.vllm.client import VllmEngine
 from searchrl_jax.engines.weights import checksum, sync
-from searchrl_jax.models import families
+from searchrl_jax.models import deltanet, families
 from searchrl_jax.text.tokenizer import train_bpe
 from searchrl_jax.types import Prompt
 from tests.clock import until
@@ -41,10 +41,6 @@ class TestContract(EngineContract):
     yield engine
     asyncio.run(engine.shutdown())
     fake.kill()
-
-  @pytest.fixture
-  def token_bytes(self):
-    return Letters().token_bytes
 
 
 # --- Weights.
@@ -618,6 +614,13 @@ def test_nobody_there_and_no_url(fake, tmp_path):
   fake.start()
   with pytest.raises(EngineError, match="'127.0.0.1:80'"):
     VllmEngine(CFG, None, Letters(), config(url='127.0.0.1:80'), None, tmp_path)
+
+
+@pytest.mark.parametrize('url', ['', 'http://127.0.0.1:80'])
+def test_delta_nets_are_refused_on_any_server(url, tmp_path):
+  cfg = dataclasses.replace(CFG, delta=deltanet.Sizes(2, 4, 8, 12, 4))
+  with pytest.raises(EngineError, match="'vllm': family qwen2 has delta nets"):
+    VllmEngine(cfg, None, Letters(), config(url=url), None, tmp_path)
 
 
 def test_nothing_is_sampled_before_the_first_sync(fake, tmp_path):

@@ -10,8 +10,7 @@ import pytest
 
 from searchrl_jax import lookup
 from searchrl_jax.devices import sharding
-from searchrl_jax.engines.weights import published
-from searchrl_jax.models import attention, decoder, deltanet, families, flops
+from searchrl_jax.models import attention, decoder, deltanet, flops
 from tests.learn import test_update as common
 
 pytestmark = pytest.mark.slow
@@ -238,13 +237,9 @@ def test_flops_golden():
   assert flops.of_rows(CFG, [7], 3) == want
 
 
-def test_what_is_not_supported_is_named(tmp_path):
+def test_what_is_not_supported_is_named():
   ids = jnp.zeros((1, 4), jnp.int32)
   tree = attention.Nodes(ids, ids)
   p = decoder.init_params(CFG, jax.random.key(0))
   with pytest.raises(lookup.ConfigError, match='config.batch.prefix_tokens=0'):
     decoder.hidden_states(p, CFG, ids, tree=tree)
-  with pytest.raises(ValueError, match="'vllm': family qwen3_5_text"):
-    published.write_serving_folder(
-      tmp_path, families.fields(CFG), tmp_path, 'float32'
-    )

@@ -117,7 +117,7 @@ def test_published_configs():
     'window': 0,
     'global_every': 1,
     'local_theta': 1e4,
-    'rotary_dim': 0,
+    'rotary_dim': None,
     'delta': None,
   }
   assert tuple(qwen) == families.FIELDS
@@ -190,7 +190,8 @@ def test_qwen35_by_its_card():
   text |= {
     'hidden_size': 2048, 'intermediate_size': 6144, 'num_hidden_layers': 24,
     'num_attention_heads': 8, 'num_key_value_heads': 2, 'layer_types': None,
-    'linear_num_value_heads': 16, 'mtp_num_hidden_layers': 1,
+    'linear_num_value_heads': 16, 'rms_norm_eps': 1e-6,
+    'mtp_num_hidden_layers': 1,
     'mtp_use_dedicated_embeddings': False,
     'rope_parameters': QWEN35['rope_parameters'] | {'rope_theta': 10000000},
   }  # fmt: skip
@@ -431,6 +432,12 @@ def test_the_inverse(name):
     (QWEN35, {'partial_rotary_factor': 0.5}, r'partial_rotary_factor=.0.25, 0'),
     (QWEN35, {'sliding_window': 8}, 'sliding_window=8'),
     (QWEN35, {'layer_types': ['mamba'] * 5}, 'layer_types=.*linear_attention'),
+    (
+      QWEN35,
+      {'full_attention_interval': 6, 'layer_types': None},
+      'no full_attention in 5 layers',
+    ),
+    (QWEN35, {'layer_types': ['linear_attention'] * 5}, 'no full_attention'),
     (QWEN35, {'mlp_only_layers': [1]}, 'mlp_only_layers'),
     (QWEN35, {'num_experts': 4}, 'num_experts=4'),
     (QWEN35, {'rope_parameters': {'rope_type': 'yarn'}}, "'yarn'"),

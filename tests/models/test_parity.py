@@ -75,7 +75,7 @@ def test_logits(tmp_path, name):
     ('gemma3', {'query_scale': 1.0}),
     ('gemma3', {'local_theta': 1e6}),
     ('gemma3.linear', {'rope_scaling': None}),
-    ('qwen3.5', {'rotary_dim': 0}),
+    ('qwen3.5', {'rotary_dim': None}),
     ('qwen3.5', {'rope_theta': 1e4}),
   ],
 )

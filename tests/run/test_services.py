@@ -2,10 +2,14 @@
 
 import contextlib
 import types
+from unittest import mock
 
 import pytest
 
+from searchrl_jax import train
 from searchrl_jax.devices import sharding
+from searchrl_jax.engines.core import EngineError
+from searchrl_jax.evaluate import policy
 from searchrl_jax.lookup import ConfigError
 from searchrl_jax.run import services, session
 from searchrl_jax.sources.core import SourceError
@@ -107,6 +111,22 @@ def test_only_training_is_refused_for_rollouts_ahead(tmp_path, monkeypatch):
   services.check_ahead(config, sharding.make_mesh(data=1))
   config.engine.module = 'vllm'
   services.check_ahead(config, two)
+
+
+def test_an_engine_refuses_a_model_before_it_is_loaded(tmp_path, monkeypatch):
+  config = tiny.config('http://127.0.0.1:9')
+  config.engine.host_gib = 1e-6
+  loaded = mock.Mock()
+  for name in ('initial', 'restore'):
+    monkeypatch.setattr(services.parameters, name, loaded)
+  folder = str(tmp_path)
+  for start in (
+    lambda: train.train(config, folder),
+    lambda: policy.loaded(config, folder, folder).__enter__(),
+  ):
+    with pytest.raises(EngineError, match='host_gib=1e-06'):
+      start()
+  assert not loaded.called
 
 
 def test_one_module_opens_services():

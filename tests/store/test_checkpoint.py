@@ -1,6 +1,7 @@
 """Checkpoints: bitwise, whole or absent, kept and deleted as configured."""
 
 import contextlib
+import dataclasses
 import errno
 import json
 import pathlib
@@ -18,6 +19,7 @@ import pytest
 
 from searchrl_jax.devices import sharding
 from searchrl_jax.store import checkpoint
+from tests.engines.common import CFG
 
 pytestmark = pytest.mark.slow
 
@@ -161,6 +163,15 @@ def test_the_tokenizer_is_compared(tmp_path):
   other = named | {'tokenizer': 'b'}
   with pytest.raises(checkpoint.CheckpointError, match="tokenizer: 'a'.*'b'"):
     ckpt.restore(tree, 2, fingerprint=other)
+
+
+def test_a_run_is_of_the_same_model_without_newer_fields(tmp_path):
+  """What was made before there were delta nets."""
+  ckpt = checkpoint.Checkpointer(tmp_path, 1, '')
+  tree, now = {'x': jnp.ones(2)}, dataclasses.asdict(CFG)
+  old = {k: v for k, v in now.items() if k not in ('rotary_dim', 'delta')}
+  save(ckpt, 1, tree, fingerprint=old)
+  assert_same(ckpt.restore(tree, 1, fingerprint=now).state, tree)
 
 
 def test_another_model_or_config_is_named(tmp_path):
@@ -313,6 +324,7 @@ KILLED = """
 import sys
 import jax.numpy as jnp
 from searchrl_jax.store import checkpoint
+from tests.engines.common import CFG
 ckpt = checkpoint.Checkpointer(sys.argv[1], 3, '')
 kw = dict(extras={}, metrics={}, fingerprint={})
 tree = {f'x{i}': jnp.full((2048, 2048), float(i)) for i in range(12)}
@@ -355,6 +367,7 @@ def test_a_kill_in_the_middle_of_a_save(tmp_path, background):
 MEMORY = """
 import json, sys, jax, jax.numpy as jnp
 from searchrl_jax.store import checkpoint
+from tests.engines.common import CFG
 from tests import memory
 # 8 arrays of 128 MB: what counts is that far less than all is held.
 tree = {f'x{i}': jnp.full((16, 2048, 1024), 1.0 + i) for i in range(8)}

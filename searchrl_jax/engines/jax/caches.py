@@ -201,12 +201,14 @@ def _by_row(add, q, k, v, positions, window, time, slots):
   is beside it.
   """
   B, S, block = len(q), v.shape[2], block_size()
-  together = next(n for n in range(min(B, PART), 0, -1) if B % n == 0)
+  together = -(-B // -(-B // PART))
   low = positions[:, 0] - window + 1 if window else jnp.zeros(B, jnp.int32)
   first = jnp.maximum(low, 0) // block
   count = jnp.minimum(positions[:, -1], S - 1) // block - first + 1
   order = jnp.argsort(-count)
-  rows = [x[order] for x in (q, positions, slots, first)]
+  # Whole parts: what is added has been read, and what it gives is dropped.
+  filled = jnp.pad(order, (0, -B % together), mode='edge')
+  rows = [x[filled] for x in (q, positions, slots, first)]
 
   def part(i, p, carry):
     cut = lambda x: lax.dynamic_slice_in_dim(x, p * together, together)
@@ -223,7 +225,7 @@ def _by_row(add, q, k, v, positions, window, time, slots):
     parts = -(-jnp.sum(count > i) // together)
     return lax.fori_loop(0, parts, functools.partial(part, i), carry)
 
-  sums = lax.fori_loop(0, jnp.max(count), column, _nothing(q))
+  sums = lax.fori_loop(0, jnp.max(count), column, _nothing(rows[0]))
   back = jnp.argsort(order)
   return [x[back] for x in sums[1:]]
 

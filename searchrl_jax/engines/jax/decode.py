@@ -343,12 +343,12 @@ def decode(weights, caches, state, *, cfg, shape, mesh=None):
         new.append(kv.write(cfg, cache, slots, put, (k, v), mesh))
         return kv.attend(cfg, q, *new[-1], at, window, mesh, some)
 
-      def follow(*of_net, cache=cache):
+      def advance(*of_net, cache=cache):
         o, after = states.step(cfg, cache, t, active, at, *of_net, mesh)
         new.append(after)
         return o
 
-      mix = follow if layer.delta else attend
+      mix = advance if layer.delta else attend
       x = decoder.block(p, cfg, x, layer, mix, mesh)
     # Whole rows for the draw: its branches may contain no collective. Gathered
     # are the logits: without the first constraint XLA gathers the head.
@@ -419,13 +419,13 @@ def prefill(
         return attention.causal(q, k, v, *own, window=window)
       return kv.attend(cfg, q, *new[-1], at, window, slots=slots)
 
-    def follow(*of_net, cache=cache):
+    def advance(*of_net, cache=cache):
       place = slots, None if fresh else replay, at, lengths, mesh
       o, after = states.prefill(cfg, cache, *place, *of_net)
       new.append(after)
       return o
 
-    mix = follow if layer.delta else attend
+    mix = advance if layer.delta else attend
     x = decoder.block(p, cfg, x, layer, mix, mesh)
   return new
 

@@ -31,10 +31,10 @@ PIECE = 256
 
 
 def bytes_per_token(cfg: DecoderConfig) -> int:
-  """Of keys and values, in all layers; at least 1."""
+  """Of keys and values, in all layers."""
   layers = cfg.n_layers - len(cfg.delta_layers)
   numbers = 2 * layers * cfg.n_kv_heads * cfg.head_dim
-  return numbers * jnp.dtype(cfg.dtype).itemsize or 1
+  return numbers * jnp.dtype(cfg.dtype).itemsize
 
 
 def state_bytes(cfg: DecoderConfig, chunk: int) -> int:
@@ -51,8 +51,14 @@ def room(cfg: DecoderConfig, config) -> Room:
   """The capacity of config.engine.slots and config.engine.host_gib.
 
   Raises:
-    EngineError: host_gib is less than one sequence of max_len takes.
+    EngineError: host_gib is less than one sequence of max_len takes, or
+      exact=False with delta nets.
   """
+  require(
+    config.exact or not cfg.delta,
+    f'config.engine.exact=False: family {cfg.family} has delta nets, whose '
+    'states are those of all slots; use True',
+  )
   size = bytes_per_token(cfg)
   piece = min(PIECE, kv.length(config.max_len))
   held = int(config.host_gib * 2**30 / size)
@@ -181,9 +187,9 @@ class Device:
     # divided evenly too.
     slots, parts = shape.slots // self._lanes, sharding.parts(mesh, shape.slots)
     require(
-      shape.exact or (_alone(mesh) and not cfg.delta_layers),
+      shape.exact or _alone(mesh),
       'config.engine.exact=False is for one CPU, where idle slots cost as much '
-      'as active ones, and for attention alone; use True here',
+      'as active ones; use True here',
     )
     shape = dataclasses.replace(shape, slots=slots, parts=parts)
     self._cfg, self._shape, self._mesh = cfg, shape, mesh
@@ -307,15 +313,15 @@ class Device:
         prefills += [(program, args) for program in (p.fresh, p.extend)]
     held = self._weights, self._caches[0]
     *fewer, slots = shape.decode_sizes
-    states = [idle(slots)]
-    states += [idle(n) | {'slot': np.arange(n, dtype=np.int32)} for n in fewer]
-    calls = [(p.decode, (*held, state)) for state in states]
+    idles = [idle(slots)]
+    idles += [idle(n) | {'slot': np.arange(n, dtype=np.int32)} for n in fewer]
+    calls = [(p.decode, (*held, state)) for state in idles]
     calls += [(program, (*held, *args)) for program, args in prefills]
     for width in shape.score_widths:
       ids = np.zeros((shape.rows(width), width), np.int32)
       calls.append((p.score, (self._weights, ids)))
     compiling.concurrently(program.lower(*args) for program, args in calls)
-    for state in states:
+    for state in idles:
       self._caches[0], *_ = p.decode(self._weights, self._caches[0], state)
     for program, args in prefills:
       self._caches[0] = program(self._weights, self._caches[0], *args)

@@ -138,12 +138,13 @@ class JaxEngine(core.Engine):
       )
       handle.ids += request.ids
       return done
+    except BaseException:  # its ids may have been complete before it was told
+      self._table.forget(handle)
+      raise
     finally:
       handle.busy = False
       self._waiting = [r for r in self._waiting if r is not request]
       self._active = {s: r for s, r in self._active.items() if r is not request}
-      if not request.stop:
-        self._table.forget(handle)
       self._table.rewind(handle)
       self._wake_driver()
 
@@ -193,9 +194,11 @@ class JaxEngine(core.Engine):
   def stats(self) -> dict[str, float]:
     """Counters since the start, in tokens, calls or seconds.
 
-    recomputed_tokens: prefilled again for the same handle (only a sync
-    increases it). discarded_tokens: decoded past a stop in the same chunk.
-    host_bytes: the maximum of host memory that paused sequences took at once.
+    recomputed_tokens: prefilled again for the same handle, after a sync and,
+    with delta nets, after a call that was cancelled or a cut before the last
+    chunk. discarded_tokens: decoded past a stop in the same chunk.
+    host_bytes: the maximum of host memory that paused sequences, and states of
+      forks whose slot went on, took at once.
     """
     host = self._counters['paused_tokens'] * self._token_bytes
     return {**super().stats(), 'host_bytes': host}
@@ -356,7 +359,7 @@ class JaxEngine(core.Engine):
       state['length'][slot] = r.length
       state['left'][slot] = s.max_tokens - len(r.ids)
       state['seed'][slot] = r.seed
-      state['replay'][slot] = self._table.follow(r.handle, r.length - 1)
+      state['replay'][slot] = self._table.advance(r.handle, r.length - 1)
       state['stop_ids'][slot, : len(s.stop_ids)] = s.stop_ids
       if s.temperature == 0:
         state['greedy'][slot] = True

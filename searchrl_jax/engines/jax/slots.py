@@ -4,7 +4,7 @@ A `Rows` is the K/V of one prefix, in a slot or in host memory. Handles share
 one until a handle writes below what another still reads (copy on write). A
 fork, a second `open` of the same prompt, and tokens that another handle with
 the same past has been given too (what two samples of a group found with one
-query) copy instead of computing.
+query; not with delta nets) copy instead of computing.
 
 The content of a cache must not depend on the order of arrival (design 5.10):
 
@@ -12,8 +12,8 @@ The content of a cache must not depend on the order of arrival (design 5.10):
   width; appended tokens are prefilled from the last token before them;
 * the last token of a sequence is never in the cache between calls, wherever
   the chunk that sampled it ended, and `decode` always computes it;
-* an evicted prefix goes to host memory and comes back bit for bit. It is
-  never computed again, because prefill and decode may differ in last bits.
+* an evicted prefix goes to host memory and comes back bit for bit. An eviction
+  has nothing computed again: prefill and decode may differ in last bits.
 
 Keys and values serve every shorter prefix too. The states of delta nets serve
 those alone that their log reaches (`states`). So those of a fork are kept in
@@ -52,9 +52,14 @@ class Room:
     """Tokens of host memory that a sequence of `tokens` takes."""
     return -(-tokens // self.piece) * self.piece + self.state
 
-  def holds(self, sizes: Iterable[int]) -> bool:
-    """Whether sequences of these sizes fit, whichever of them are in slots."""
-    return sum(sorted(sizes)[self.slots :]) <= self.tokens
+  def holds(self, sizes: Iterable[int], guests: int) -> bool:
+    """Whether sequences of these sizes fit, whichever of them are in slots.
+
+    guests: those that read the slot of another; host memory may hold their
+    states beside it.
+    """
+    held = sum(sorted(sizes)[self.slots :])
+    return held + guests * self.state <= self.tokens
 
   def capacity(self, tokens: int) -> int:
     """The number of sequences of `tokens` that may run at the same time.
@@ -106,7 +111,7 @@ class Rows:
     self.owner: Handle | None = owner  # the only handle that may write
     self.users = {owner}
     self.used = 0  # time of the last admission, for LRU eviction
-    self.first = 0  # `Handle.since` of those whose states are there
+    self.since = 0  # `Handle.since` of those whose states are there
     self.kept: list[Box] = []  # the states of others
 
 
@@ -117,7 +122,7 @@ class Box:
     self.length = length  # positions to keep
     self.data: list = []  # the (k, v) of each piece, see engines/jax/device.py
     self.states: list = []  # of the delta nets
-    self.first = 0  # see `Rows`
+    self.since = 0  # see `Rows`
 
 
 @dataclasses.dataclass
@@ -236,14 +241,25 @@ class SlotTable:
     if rows.owner is handle:
       rows.owner = None
     needed = {user.since for user in rows.users}
-    rows.kept = [box for box in rows.kept if box.first in needed]
+    self._keep(rows, [box for box in rows.kept if box.since in needed])
     if rows.users:
       return
     if rows.slot is None:
-      self._paused -= self.room.size(rows.box.length)
+      self._hold(-self.room.size(rows.box.length))
     else:
       del self._held[rows.slot]
       heapq.heappush(self._free, rows.slot)
+
+  def _keep(self, rows: Rows, kept: list[Box]) -> None:
+    """Changes which states host memory holds beside the rows."""
+    self._hold((len(kept) - len(rows.kept)) * self.room.state)
+    rows.kept = kept
+
+  def _hold(self, tokens: int) -> None:
+    """Counts tokens that host memory holds from now on, or no more."""
+    self._paused += tokens
+    most = max(self._counters['paused_tokens'], self._paused)
+    self._counters['paused_tokens'] = most
 
   def _share(self, handle: Handle, rows: Rows, cached: int) -> None:
     rows.users.add(handle)
@@ -276,7 +292,9 @@ class SlotTable:
     """
     size, spare = self.room.size(limit), self.room.size(self.room.max_len)
     sizes = [*self._sizes.values(), size, *([] if last else [spare])]
-    if not self.started(handle) and not self.room.holds(sizes):
+    guest = lambda h: h.rows is not None and h.rows.owner is not h
+    guests = sum(map(guest, self._sizes))
+    if not self.started(handle) and not self.room.holds(sizes, guests):
       return False
     self._sizes[handle] = max(self._sizes.get(handle, 0), size)
     return True
@@ -313,23 +331,28 @@ class SlotTable:
     plan.ready[rows] = self._append(handle, tokens, level, plan)
     return True
 
-  def follow(self, handle: Handle, start: int) -> int:
+  def advance(self, handle: Handle, start: int) -> int:
     """Says that states go on from `start`; returns how many tokens of their log
     come before, -1 if no token does."""
     rows = handle.rows
-    replay = start - rows.first if start else -1
-    rows.first = handle.since = start
+    replay = start - rows.since if start else -1
+    rows.since = handle.since = start
     return replay
 
   def _kept(self, rows: Rows, since: int) -> Box | None:
     """Where states are that can be cut back to `since`; None: with the rows."""
-    if not self.room.state or rows.first == since:
+    if not self.room.state or rows.since == since:
       return None
-    return next(box for box in rows.kept if box.first == since)
+    return next(box for box in rows.kept if box.since == since)
 
   def _take_back(self, handle: Handle, plan: Plan) -> None:
     """Gives a slot the states that were kept of the handle, if no other handle
-    has the slot any more."""
+    has the slot any more.
+
+    The states in a slot are the owner's, if it has one: rows.since is that of
+    rows.owner. So those of a single user are there, or they were kept when an
+    owner went on that has left since; what is in the slot is then nobody's.
+    """
     rows = handle.rows
     if rows is None or rows.slot is None or len(rows.users) > 1:
       return
@@ -337,17 +360,19 @@ class SlotTable:
       level = plan.ready[rows] = plan.ready.get(rows, 0) + 1
       copy = Copy(rows.slot, None, rows.slot, 0, states=box)
       plan.copies.setdefault(level, []).append(copy)
-      rows.first, rows.kept, rows.owner = handle.since, [], handle
+      rows.since, rows.owner = handle.since, handle
+      self._keep(rows, [])
 
   def _keep_states(self, handle: Handle, plan: Plan) -> None:
     """Keeps the states of others in the handle's slot, which goes on."""
     rows = handle.rows
-    shared = any(u is not handle and u.since == rows.first for u in rows.users)
+    shared = any(u is not handle and u.since == rows.since for u in rows.users)
     if self.room.state and shared:
       box = Box(0)
-      box.first = rows.first
+      box.since = rows.since
       # An earlier one served a handle that nothing of its log belongs to.
-      rows.kept = [old for old in rows.kept if old.first != box.first] + [box]
+      others = [old for old in rows.kept if old.since != box.since]
+      self._keep(rows, [*others, box])
       plan.kept.append((rows.slot, box))
 
   def _append(self, handle: Handle, tokens, level: int, plan: Plan) -> int:
@@ -405,12 +430,13 @@ class SlotTable:
       copy = Copy(rows.slot, rows.box, slot, cached, states=kept)
       plan.copies.setdefault(level, []).append(copy)
     if rows is not None and len(rows.users) == 1:
-      self._paused -= self.room.size(rows.box.length)
-      rows.slot, rows.box, rows.owner, rows.kept = slot, None, handle, []
+      self._hold(-self.room.size(rows.box.length))
+      rows.slot, rows.box, rows.owner = slot, None, handle
+      self._keep(rows, [])
     else:
       self.drop(handle)  # other users keep the rows
       handle.rows, handle.cached = Rows(slot, handle), cached
-    handle.rows.first = handle.since = since
+    handle.rows.since = handle.since = since
     self._held[slot] = handle.rows
     if level is not None:
       plan.ready[handle.rows] = level
@@ -421,8 +447,8 @@ class SlotTable:
     need = len(handle.prompt) - 1
     group = self._prompts[handle.prompt] if need else ()
     holds = (other.rows for other in group if other.cached >= need)
-    firsts = lambda rows: {rows.first, *(box.first for box in rows.kept)}
-    fit = lambda rows: rows and (not self.room.state or need in firsts(rows))
+    sinces = lambda rows: {rows.since, *(box.since for box in rows.kept)}
+    fit = lambda rows: rows and (not self.room.state or need in sinces(rows))
     return next(filter(fit, holds), None)
 
   def _free_slot(self, plan: Plan, busy) -> int | None:
@@ -444,18 +470,16 @@ class SlotTable:
         if copy.source == slot:
           copy.source, copy.box = None, rows.box
     self._counters['evictions'] += 1
-    self._paused += self.room.size(rows.box.length)
-    most = max(self._counters['paused_tokens'], self._paused)
-    self._counters['paused_tokens'] = most
+    self._hold(self.room.size(rows.box.length))
     return slot
 
   def _prefill(self, handle, tokens, end: int, level: int, plan: Plan) -> int:
     """Plans pieces up to `end`; returns the level of the last one."""
     for start, stop in self._pieces(handle.cached, end):
       level += 1
-      ids, replay = tuple(tokens[start:stop]), self.follow(handle, start)
+      ids, replay = tuple(tokens[start:stop]), self.advance(handle, start)
       piece = Piece(handle.rows.slot, start, ids, replay)
-      self.follow(handle, stop)
+      self.advance(handle, stop)
       plan.pieces.setdefault(level, []).append(piece)
       self._counters['prefilled_tokens'] += stop - start
       recomputed = min(stop, handle.computed) - start

@@ -6,7 +6,7 @@ chunk of decoding began, and a log has what each token of the chunk did to it.
 Whatever comes next, the next chunk, a prefill, first writes the tokens of the
 log that were accepted, as the next call of the same sequence would have: what
 was cut off does not show in a bit. The host knows how many those are
-(`slots.Rows.first`).
+(`slots.Rows.since`).
 
 Axis letters: B slots or rows, T tokens, C tokens of a chunk, K/V key/value
 heads, H/E their dims, M channels of the convolution.

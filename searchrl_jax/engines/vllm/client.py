@@ -84,6 +84,7 @@ class VllmEngine(core.Engine):
     self, model_cfg, params, tokenizer, config, mesh=None, folder=None
   ):
     del params, mesh  # `sync` publishes the parameters
+    self._capacity = capacity(model_cfg, config, config.max_len)
     super().__init__(model_cfg.vocab_size, tokenizer, config, _COUNTERS, 'sync')
     core.require(
       not (model_cfg.lora and config.sleep),
@@ -271,7 +272,7 @@ class VllmEngine(core.Engine):
         await self._all(lambda server: server.http.close())
 
   def capacity(self, tokens: int) -> int:
-    return capacity(None, self._config, tokens)
+    return self._capacity
 
   # Requests.
 
@@ -462,7 +463,16 @@ def capacity(model_cfg, config, tokens: int) -> int:
   """The number of requests that are sent to the servers at once.
 
   It does not depend on the tokens: servers recompute evicted prefixes.
+
+  Raises:
+    EngineError: a model that no server may hold.
   """
+  core.require(
+    not model_cfg.delta,
+    f"config.engine.module='vllm': family {model_cfg.family} has delta nets, "
+    'whose fused tensors are not verified; use another model, or '
+    "config.engine.module='jax'",
+  )
   more = config.url.count(',') if config.url else config.device.count(';')
   return servers.REQUESTS_PER_SLOT * config.slots * (1 + more)
 

@@ -174,18 +174,13 @@ def write_serving_folder(
       states, and no log-prob depends on that.
 
   Raises:
-    ValueError: a model that no family, or no server, can represent.
+    ValueError: a model that no server can represent.
   """
   n, H, D = (config[name] for name in ('n_heads', 'head_dim', 'd_model'))
   what = f'n_heads={n} times head_dim={H} is {n * H}, d_model is {D}'
   why = 'vLLM computes the head_dim of a Qwen2 as d_model / n_heads'
   good = n * H == D or config['family'] != 'qwen2'
   lookup.require(good, f'{what}: {why}; make them equal')
-  what = (
-    f"config.engine.module='vllm': family {config['family']} has delta nets"
-  )
-  why = 'whose fused tensors are not verified; use another model'
-  lookup.require(not config['delta'], f'{what}, {why}')
   fields = hf_config.format_config(config, dtype=dtype)
   field = 'max_position_embeddings'
   text = json.dumps(fields | {field: max(fields[field], max_len)}, indent=2)
