@@ -21,6 +21,8 @@ run, for its last checkpoint; no checkpoint is selected. Arguments:
   seed
   lora   rank of adapters, which GRPO then trains in place of the parameters
          (16 ends as full training does); for sft, set it to 0
+  hybrid 1: four layers of Qwen3.5, three of them delta nets, in place of two
+         of Qwen3; about as many parameters
 """
 
 from ml_collections import ConfigDict
@@ -28,10 +30,27 @@ from ml_collections import ConfigDict
 from searchrl_jax import schema
 
 WORLD = dict(train=400, heldout=150, relations=4)
+HYBRID = dict(
+  model_type='qwen3_5_text',
+  architectures=('Qwen3_5ForCausalLM',),
+  attention_bias=False,
+  attn_output_gate=True,
+  num_hidden_layers=4,
+  num_attention_heads=4,
+  num_key_value_heads=4,
+  intermediate_size=112,
+  partial_rotary_factor=0.5,
+  linear_conv_kernel_dim=4,
+  linear_key_head_dim=16,
+  linear_num_key_heads=4,
+  linear_num_value_heads=4,
+  linear_value_head_dim=16,
+  mamba_ssm_dtype='float32',
+)
 
 
 def get_config(arg=None):
-  a = schema.parse_arg(arg, seed=0, lora=0)
+  a = schema.parse_arg(arg, seed=0, lora=0, hybrid=0)
   c = schema.base()
   c.name = 'quickstart'
   c.seed = a.seed
@@ -56,6 +75,8 @@ def get_config(arg=None):
       max_position_embeddings=512,
     )
   )
+  if a.hybrid:
+    c.model.arch.update(HYBRID)
   c.model.init_scale = 0.05
   c.model.embed_scale = 0.09
   c.model.scan_unroll = 2

@@ -1219,7 +1219,9 @@ def test_the_engine_owns_its_weights():
 # --- Compilation.
 
 
-@pytest.mark.parametrize('exact', [True, False])
+@pytest.mark.parametrize(
+  'exact', [True, pytest.param(False, marks=pytest.mark.long)]
+)
 def test_nothing_compiles_after_warmup(exact, monkeypatch):
   monkeypatch.setattr(device, 'PIECE', 16)
   # Of few slots, or there would be one size.

@@ -103,6 +103,7 @@ def test_when_a_call_was_cancelled_does_not_show(engine, monkeypatch):
   assert asyncio.run(main(True)) == asyncio.run(main(False))
 
 
+@pytest.mark.long
 def test_a_deep_cut_is_computed_again(engine):
   """Before the last chunk; every time alike."""
 
@@ -125,6 +126,7 @@ def test_a_deep_cut_is_computed_again(engine):
   np.testing.assert_allclose(one.logps, want[at - 1, one.ids], atol=ROUNDING)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize('slots', [1, 2, 4])
 def test_forks_go_on_as_if_alone(slots):
   """The parent goes on first, or the child does, or the parent is gone."""

@@ -459,6 +459,7 @@ def test_a_judge_that_is_absent_is_found_at_the_start(url, tmp_path):
     train.train(config, str(tmp_path))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   'fields',
   [
@@ -509,6 +510,7 @@ TOLD = {
 }
 
 
+@pytest.mark.long
 def test_hops_are_asked_for_and_counted(url, tmp_path):
   config = tiny(url, **HOPS)
   train.train(config, str(tmp_path))
@@ -539,6 +541,7 @@ def test_hops_are_asked_for_and_counted(url, tmp_path):
   assert stood == {1, 2}
 
 
+@pytest.mark.long
 def test_a_number_that_does_not_count_is_asked_for_all_the_same(url, tmp_path):
   fields = {'selfplay.hops.shuffled': True, 'train.steps': 1}
   train.train(tiny(url, **HOPS | fields), str(tmp_path))

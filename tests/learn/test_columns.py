@@ -66,6 +66,7 @@ def compared(c, batch):
   return teacher.compare(asked, batch, updater(), *both), asked
 
 
+@pytest.mark.long
 def test_ids_and_log_probs_are_those_of_full_softmaxes():
   batch, c = by_hand.step(), config()
   (told, metrics), asked = compared(c, batch)
@@ -95,6 +96,7 @@ def test_ids_and_log_probs_are_those_of_full_softmaxes():
   assert metrics['teacher_tokens'] == some == (flat > 0).sum()
 
 
+@pytest.mark.long
 def test_a_step_without_a_hint_has_no_weight():
   c = config()
   batch = by_hand.step(returns=(0, 0, 0, 0, 0))
@@ -119,6 +121,7 @@ def test_only_the_kinds_that_are_named_are_compared():
   assert metrics['teacher_tokens'] == sum(queries) > 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize('kind', losses.DISTANCES)
 def test_the_update_has_the_gradient_of_the_full_computation(kind):
   """Loss and gradient beside plain autodiff over the teacher's rows."""

@@ -67,6 +67,7 @@ def test_stats_are_those_of_the_full_softmax(cfg, temperature, chunk):
       np.testing.assert_allclose(got[1:], want, rtol=2e-5, atol=2e-6)
 
 
+@pytest.mark.long
 def test_bfloat16_stats_are_those_of_its_own_logits():
   cfg = decoder.DecoderConfig(**{**vars(CFG), 'dtype': 'bfloat16'})
   [row] = rows(8)

@@ -155,6 +155,7 @@ def test_a_batch_of_traces_alone_has_no_ratio():
   assert found['mismatch_abs'] == found['tis_weight'] == found['kl_old'] == 0
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_gradient_of_the_model_is_that_of_the_formula():
   """REINFORCE with NumPy's derivatives as advantages has the same gradient."""

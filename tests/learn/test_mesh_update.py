@@ -106,6 +106,7 @@ def test_loss_and_gradients(shape, reference):
   )
 
 
+@pytest.mark.long
 def test_steps_and_score():
   """Two optimizer steps and the scorer, sharded state included."""
   one = run(None, optimizer=True)

@@ -48,6 +48,7 @@ def cuts(t):
   return out
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize('aliases, first', [(1, 1.0), (0, 3.0)])
 def test_levels_are_those_of_the_model_called_on_each_history(aliases, first):

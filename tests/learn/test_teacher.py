@@ -124,6 +124,7 @@ def test_with_its_own_prompt_every_delta_is_0_to_the_bit():
   }
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_deltas_are_those_of_the_model_called_on_each_sequence():
   c = config('sibling', **{'teacher.context_kw': dict(right=1.0, fewest=False)})

@@ -139,6 +139,7 @@ async def likelihood(trajectories, context, *, frame):
   return await igpo.likelihood(trajectories, context, frame=frame)
 
 
+@pytest.mark.long
 def test_credit_of_searches_reaches_the_critic(url, tmp_path):
   """Exact and by likelihood; the compiled programs are those of PPO above."""
   c = config(

@@ -175,6 +175,7 @@ def test_a_sampler_of_ones_own_is_given_the_rewards_of_the_config(
   assert first['rollout/trajectories'] == 8
 
 
+@pytest.mark.long
 def test_traces_train_beside_what_the_policy_sampled(url, tmp_path):
   c = config(url, sampler='traces', traces='tests.samplers.told', group=3)
   fn = 'configs.methods.luffy.shaped'
@@ -237,6 +238,7 @@ def test_what_a_teacher_wrote_trains_within_and_in_place_of_attempts(
       assert s['train/mismatch_max'] < 1e-3
 
 
+@pytest.mark.long
 def test_cut_attempts_train_beside_the_verdicts_on_them(
   url, tmp_path, monkeypatch
 ):

@@ -82,6 +82,7 @@ def test_a_value_does_not_see_the_token_it_stands_before():
   assert make(c).output(p, b)[row, at] != before[row, at]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize('clip', [0.0, 0.05])
 def test_loss_and_gradient_are_autodiffs_of_the_clipped_error(clip):
   c, p = common.config(**{'critic.clip': clip}), params()

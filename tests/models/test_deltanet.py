@@ -89,6 +89,7 @@ def test_chunks_are_the_recurrence(case):
   assert error(got, want) <= 1e-6 and error(left, after) <= 1e-6
 
 
+@pytest.mark.long
 def test_gradients_are_those_of_the_recurrence():
   """Along random directions, by differences in float64."""
   rng = np.random.default_rng(1)
@@ -169,6 +170,7 @@ def hidden(p, cfg, ids, mesh=None):
   return decoder.hidden_states(p, cfg, ids, mesh)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize('layers', [2, 4, 8])
 def test_a_scan_over_periods_is_the_layers_one_by_one(layers):
   cfg = dataclasses.replace(CFG, n_layers=layers)

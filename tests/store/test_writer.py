@@ -770,6 +770,7 @@ def test_wandb_offline(tmp_path, monkeypatch):
   assert (tmp_path / 'wandb_id.txt').read_text().strip()
 
 
+@pytest.mark.long
 def test_the_machine_decides_about_wandb(tmp_path, monkeypatch):
   monkeypatch.setenv('WANDB_MODE', 'offline')
   with open_writer(tmp_path / 'a', config(wandb='disabled')):
