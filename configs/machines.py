@@ -1,5 +1,5 @@
-"""Sizes of a run by the name of a machine, for Qwen2.5-3B and 7B and Gemma 3,
-and `small` ones for a pretrained model of some 100 million parameters.
+"""Sizes of a run by the name of a machine, for Qwen2.5-3B and 7B, Gemma 3 and
+Qwen3.5, and `small` ones for a pretrained model of some 100 million parameters.
 
   python -m searchrl_jax.train \\
     --config=configs/search_r1.py:model=Qwen/Qwen2.5-7B,machine=h200x8
@@ -82,6 +82,10 @@ PRESETS = {
     (1, 8, 1), 256, 256.0, remat='matmuls'
   ),
   ('v5e8', 'gemma-3-270m', 4608): Preset((1, 8, 1), 256, remat='matmuls'),
+  ('h100x1', 'qwen3.5-0.8b', 4608): Preset((1, 1, 1), 128, remat='matmuls'),
+  ('h100x8', 'qwen3.5-9b', 4608): Preset(
+    (1, 8, 1), 256, 256.0, remat='matmuls'
+  ),
 }
 
 
