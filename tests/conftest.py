@@ -14,8 +14,12 @@ import gc  # noqa: E402
 import pathlib  # noqa: E402
 import re  # noqa: E402
 import shutil  # noqa: E402
+import signal  # noqa: E402
 import sys  # noqa: E402
 import tempfile  # noqa: E402
+
+# In the background of a shell a suite ignores SIGINT; what it starts must not.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The temporary directory of the session and all its processes, which must be
 # empty at the end. pytest's own folders stay where they are.
