@@ -118,7 +118,7 @@ def test_what_transformers_saves_we_load(tmp_path):
         make_models.unpadded(model, rows),
         ours(tmp_path / f'{name}.saved', rows),
       )
-      <= TOLERANCE
+      <= golden.tolerance(name)
     )
 
 
