@@ -58,13 +58,21 @@ def table(s: Sizes, D: int) -> dict[str, tuple[tuple, tuple]]:
 
 
 def initial(name: str, key, shape):
-  """Initial values as transformers has them; None: as of other matrices."""
+  """Initial values; None: as of other matrices.
+
+  Those of transformers, but that the bias of a step (what softplus gives) is of
+  steps from 0.001 to 0.1, as the authors train: with 1 a head forgets at once.
+  """
   if name == 'delta_conv':
     most = shape[-1] ** -0.5
     return jax.random.uniform(key, shape, minval=-most, maxval=most)
   if name == 'delta_a_log':
     return jnp.log(jax.random.uniform(key, shape, minval=0.01, maxval=16.0))
-  return jnp.ones(shape) if name in ('delta_dt_bias', 'delta_norm') else None
+  if name == 'delta_dt_bias':
+    low, high = jnp.log(1e-3), jnp.log(0.1)
+    steps = jnp.exp(jax.random.uniform(key, shape, minval=low, maxval=high))
+    return jnp.log(jnp.expm1(steps))
+  return jnp.ones(shape) if name == 'delta_norm' else None
 
 
 def gates(a, b, a_log, dt_bias):
