@@ -108,5 +108,5 @@ def test_a_token_reads_weights_and_cache_once():
     '--config.model.lora.rank=32',
   )
   (line,) = [line for line in verdicts if 'untruncated token reads' in line]
-  assert ' holds ' in line
-  assert float(line.rpartition(': ')[2].split()[0]) >= 1
+  # 1.21 with all 28 layers: the logits are more of what six move.
+  assert 1 <= float(line.rpartition(': ')[2].split()[0]) <= 1.4
