@@ -113,13 +113,9 @@ def test_what_transformers_saves_we_load(tmp_path):
     model = make_models.reference(models.write(tmp_path / name, name))
     model.save_pretrained(tmp_path / f'{name}.saved', max_shard_size='40KB')
     rows = models.inputs(name)
-    assert (
-      worst(
-        make_models.unpadded(model, rows),
-        ours(tmp_path / f'{name}.saved', rows),
-      )
-      <= golden.tolerance(name)
-    )
+    assert worst(
+      make_models.unpadded(model, rows), ours(tmp_path / f'{name}.saved', rows)
+    ) <= golden.tolerance(name)
 
 
 @pytest.mark.parametrize('seed', range(6))
