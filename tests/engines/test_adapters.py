@@ -106,6 +106,7 @@ def test_a_server_is_sent_adapters_alone_and_all_when_it_comes_back(
     del fake.calls[:]
     report = await load(engine, 2, 'adapter')
     assert report.checksums == sync.checksums(adapters(2))
+    assert report.bytes == sum(x.nbytes for x in jax.tree.leaves(adapters(2)))
     assert 'searchrl_load' not in fake.calls
     assert fake.calls.count('load_lora_adapter') == 1 == len(fake.adapters)
     done = await once(engine, start.ids, Sampling(max_tokens=4))

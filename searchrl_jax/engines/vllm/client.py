@@ -220,6 +220,7 @@ class VllmEngine(core.Engine):
       nonlocal size
       target = await asyncio.to_thread(self._publish, update, whole)
       size += 0 if adapter else target.sent
+      size += target.adapter.bytes if target.adapter else 0
       self._open.clear()
       return target, await self._all(lambda server: server.prepare(target))
 
