@@ -21,7 +21,7 @@ RECIPES = {
     f'{FULL},questions=tau2',
     f'{FULL},questions=browsecomp,folder=x',
   ),
-  'quickstart': ('',),
+  'quickstart': ('', 'hybrid=1'),
   'search_r1': ('', 'algorithm=ppo', FULL, f'{FULL},baseline=rag'),
   'seven': ('', FULL),
   'small': ('',),

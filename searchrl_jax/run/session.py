@@ -373,8 +373,9 @@ class Session(services.Opener):
         raise  # the others wait for this process
       failure = e
     metrics = {'sync/canary_max_diff': differ}
-    if self.config.engine.sync == 'delta':
-      metrics['sync/refused_deltas'] = self.engine.stats()['refused_deltas']
+    refused = self.engine.stats().get('refused_deltas')  # of vLLM servers
+    if self.config.engine.sync == 'delta' and refused is not None:
+      metrics['sync/refused_deltas'] = refused
     return metrics, failure
 
   def _stops(self) -> bool:

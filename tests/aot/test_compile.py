@@ -90,11 +90,11 @@ def test_the_kernel_compiles_for_all_that_it_takes(family):
 
 
 def test_a_token_reads_weights_and_cache_once():
-  """Of six layers of the 7B, beside adapters, which XLA would join with copies
-  of the weights."""
+  """Of ten layers of the 7B, beside adapters, which XLA would join with copies
+  of the weights. With fewer, logits are too much of what is moved."""
   sizes = dict(
     hidden_size=3584,
-    num_hidden_layers=6,
+    num_hidden_layers=10,
     num_attention_heads=28,
     num_key_value_heads=4,
     intermediate_size=18944,
@@ -108,5 +108,5 @@ def test_a_token_reads_weights_and_cache_once():
     '--config.model.lora.rank=32',
   )
   (line,) = [line for line in verdicts if 'untruncated token reads' in line]
-  # 1.21 with all 28 layers: the logits are more of what six move.
-  assert 1 <= float(line.rpartition(': ')[2].split()[0]) <= 1.4
+  assert ' holds ' in line
+  assert float(line.rpartition(': ')[2].split()[0]) >= 1

@@ -176,7 +176,7 @@ def test_most_bytes_or_a_doubt_publish_everything(tmp_path):
 
 @pytest.mark.parametrize('first', [True, False])
 def test_several_workers_bring_a_copy_once(tmp_path, first):
-  """Each is told where it changed, if it asks."""
+  """With `locate`, each has the positions of what changed."""
   out = acknowledged(tmp_path, make_params())
   before = dict(contents(out.path(1))[1])
   done = out.publish_delta(step(make_params()), 2)
@@ -542,8 +542,15 @@ def test_what_no_publication_heals_stops_the_run(
   assert not wholes(caplog) and engine.stats()['refused_deltas'] == 0
 
 
-@pytest.mark.parametrize('how', ['full', 'delta'])
-def test_refused_differences_are_a_metric(how):
+@pytest.mark.parametrize(
+  'how, stats, shown',
+  [
+    ('full', {'refused_deltas': 3}, None),
+    ('delta', {'refused_deltas': 3}, 3),
+    ('delta', {}, None),  # in process
+  ],
+)
+def test_refused_differences_are_a_metric(how, stats, shown):
   """Also of a step whose sync fails."""
   error = EngineError('planted')
 
@@ -552,16 +559,14 @@ def test_refused_differences_are_a_metric(how):
 
   run = types.SimpleNamespace(
     config=types.SimpleNamespace(engine=types.SimpleNamespace(sync=how)),
-    engine=types.SimpleNamespace(
-      wake=lambda: None, stats=lambda: {'refused_deltas': 3}
-    ),
+    engine=types.SimpleNamespace(wake=lambda: None, stats=lambda: stats),
     signals=types.SimpleNamespace(finish=lambda result: result),
     _stops=lambda: False,
     publish=publish,
   )
   metrics, failure = session.Session._advance(run)
   assert failure is error
-  assert metrics.get('sync/refused_deltas') == (3 if how == 'delta' else None)
+  assert metrics.get('sync/refused_deltas') == shown
 
 
 @pytest.mark.parametrize('call', ['searchrl_load', 'searchrl_checksums'])

@@ -199,7 +199,7 @@ def test_a_scan_over_periods_is_the_layers_one_by_one(layers):
 def test_a_mesh_and_remat_change_nothing(shape):
   """Loss and gradients of one device, without remat."""
   cfg = dataclasses.replace(CFG, n_heads=8, d_model=32)
-  p = decoder.init_params(cfg, jax.random.key(0), scale=0.3)
+  p = decoder.init_params(cfg, jax.random.key(0), scale=0.1)
   rng = np.random.default_rng(0)
   ids = rng.integers(0, cfg.vocab_size, (4, 70))
   weights = rng.normal(size=(4, 70, cfg.d_model))
@@ -214,7 +214,7 @@ def test_a_mesh_and_remat_change_nothing(shape):
   again = dataclasses.replace(cfg, remat='attention')
   for got in grads(placed, cfg, mesh), grads(p, again):
     for x, y in zip(got, want, strict=True):
-      assert error(x, y) <= 1e-4  # the last bits of p move some by 5e-5
+      assert error(x, y) <= 1e-5
 
 
 def test_fresh_parameters():

@@ -324,7 +324,6 @@ KILLED = """
 import sys
 import jax.numpy as jnp
 from searchrl_jax.store import checkpoint
-from tests.engines.common import CFG
 ckpt = checkpoint.Checkpointer(sys.argv[1], 3, '')
 kw = dict(extras={}, metrics={}, fingerprint={})
 tree = {f'x{i}': jnp.full((2048, 2048), float(i)) for i in range(12)}
@@ -367,7 +366,6 @@ def test_a_kill_in_the_middle_of_a_save(tmp_path, background):
 MEMORY = """
 import json, sys, jax, jax.numpy as jnp
 from searchrl_jax.store import checkpoint
-from tests.engines.common import CFG
 from tests import memory
 # 8 arrays of 128 MB: what counts is that far less than all is held.
 tree = {f'x{i}': jnp.full((16, 2048, 1024), 1.0 + i) for i in range(8)}
