@@ -14,7 +14,7 @@ from ml_collections import ConfigDict
 import numpy as np
 import pytest
 
-from configs import ssp
+from configs import quickstart, ssp
 from experiments.ssp import train as selfplay
 from retrieval import devices
 from searchrl_jax import checks, sft, train
@@ -270,6 +270,22 @@ def test_more_steps_continue_as_if_they_had_been_asked_for(whole, tmp_path):
   resumed = params_of(config, tmp_path)
   for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(resumed)):
     np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.long
+def test_a_hybrid_of_delta_nets_trains_and_resumes(url, tmp_path):
+  config = tiny.config(url)
+  config.model.arch.update(quickstart.HYBRID)
+  found = []
+  for name, steps in (('whole', (2,)), ('resumed', (1, 2))):
+    for config.train.steps in steps:
+      train.train(config, str(tmp_path / name))
+    found.append(params_of(config, tmp_path / name))
+  for a, b in zip(*map(jax.tree.leaves, found), strict=True):
+    np.testing.assert_array_equal(a, b)
+  for step in lines(tmp_path / 'whole' / 'metrics.jsonl'):
+    assert step.get('train/mismatch_max', 0.0) < 1e-3
+    assert step.get('train/finite', 1.0) == 1.0
 
 
 def test_what_a_config_names_by_path_is_compared_at_a_resume(url, tmp_path):
