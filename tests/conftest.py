@@ -9,6 +9,7 @@ _FLAG = '--xla_force_host_platform_device_count'
 if _FLAG not in os.environ.get('XLA_FLAGS', ''):
   os.environ['XLA_FLAGS'] = f'{os.environ.get("XLA_FLAGS", "")} {_FLAG}=8'
 
+import ast  # noqa: E402
 import atexit  # noqa: E402
 import gc  # noqa: E402
 import pathlib  # noqa: E402
@@ -56,6 +57,25 @@ hypothesis.settings.load_profile('untimed')
 # Tracing makes many objects and little garbage: looking for it less often
 # saves 7 % of all the time.
 gc.set_threshold(50_000, 20, 20)
+
+
+if sys.version_info < (3, 11, 8):
+  # What a collection of garbage runs (callbacks, finalizers, then any thread)
+  # must not parse while ast.parse does: SystemError, python/cpython#106905.
+  # hypothesis and pytest parse source whenever they show some.
+  _parse = ast.parse
+
+  def _parse_alone(*args, **kwargs):
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+      return _parse(*args, **kwargs)
+    finally:
+      if enabled:
+        gc.enable()
+
+  ast.parse = _parse_alone
+
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 # Models and losses must not mix dtypes by accident.

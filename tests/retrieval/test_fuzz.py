@@ -12,10 +12,6 @@ import hypothesis
 import pytest
 import schemathesis
 
-# Loaded while no other thread compiles, which CPython 3.11 may not survive
-# (python/cpython#106905).
-import schemathesis.specs.openapi.schemas  # noqa: F401
-
 from retrieval.core import LocalSearcher
 from retrieval.index.bm25 import BM25Index
 from retrieval.serve.app import create_app
