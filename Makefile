@@ -100,30 +100,25 @@ realistic: setup
 WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
 # Programs that run once for a moment are not worth XLA's optimizations, which
 # took half of all the time; `make test TEST_XLA_FLAGS=` runs with them, as
-# test-parity, test-sidecar and whoever uses the package do. So do the tests
-# that ask for equal bits whatever shares a batch, or for no more than rounding:
-# unoptimized code, which is not vectorized, could not break that. No program is
-# worth compiling in parts, each on a core of its own.
+# test-parity, test-sidecar and whoever uses the package do. test-long does so
+# for what is marked as exact: it asks for equal bits whatever shares a batch, or
+# for no more than rounding, which unoptimized code, that is not vectorized,
+# hardly breaks. No program is worth compiling in parts, each on a core of its
+# own.
 ONE_PART := --xla_cpu_parallel_codegen_split_count=1
 TEST_XLA_FLAGS := --xla_backend_optimization_level=0 \
   --xla_cpu_use_fusion_emitters=false $(ONE_PART)
-OPTIMIZED := tests/engines/test_jax_engine.py tests/engines/test_states.py \
-  tests/learn/test_entropy.py tests/loop/test_mismatch.py \
-  tests/retrieval/test_encoder.py
 # Tests run on the CPU, whatever the machine has.
 test test-long test-quick fuzz test-parity test-agents test-cluster test-runbook test-notebooks \
   notebooks test-sidecar test-aot: export JAX_PLATFORMS ?= cpu
 
 test: setup
-	XLA_FLAGS="$(TEST_XLA_FLAGS) $(XLA_FLAGS)" \
-	  $(PY) -m pytest $(WORKERS) $(addprefix --ignore=,$(OPTIMIZED))
-	XLA_FLAGS="$(ONE_PART) $(XLA_FLAGS)" $(PY) -m pytest $(WORKERS) $(OPTIMIZED)
+	XLA_FLAGS="$(TEST_XLA_FLAGS) $(XLA_FLAGS)" $(PY) -m pytest $(WORKERS)
 
 test-long: setup
 	XLA_FLAGS="$(TEST_XLA_FLAGS) $(XLA_FLAGS)" \
-	  $(PY) -m pytest $(WORKERS) -m long $(addprefix --ignore=,$(OPTIMIZED))
-	XLA_FLAGS="$(ONE_PART) $(XLA_FLAGS)" \
-	  $(PY) -m pytest $(WORKERS) -m long $(OPTIMIZED)
+	  $(PY) -m pytest $(WORKERS) -m 'long and not exact'
+	XLA_FLAGS="$(ONE_PART) $(XLA_FLAGS)" $(PY) -m pytest $(WORKERS) -m exact
 
 # Mostly whole files are marked as slow: those that take more than a few seconds.
 test-quick: setup

@@ -27,7 +27,7 @@ from tests.clock import until
 from tests.engines.common import CFG, make_engine, make_params
 from tests.engines.contract import EngineContract, bits, once, prompt
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.exact]
 
 
 class TestContract(EngineContract):

@@ -19,7 +19,7 @@ from tests.engines import test_jax_engine as base
 from tests.engines.common import Letters
 from tests.engines.contract import EngineContract, bits, prompt
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.exact]
 
 # A period and a layer after it, as Qwen3.5.
 CFG = dataclasses.replace(

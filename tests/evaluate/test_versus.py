@@ -6,16 +6,14 @@ import pytest
 
 from searchrl_jax import sft
 from searchrl_jax.evaluate import versus
+from searchrl_jax.store import records
 from tests import test_commands, tiny
 
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope='module')
-def runs(tmp_path_factory):
-  """Two run folders: one searches, the other answers its own searches."""
-  folder = tmp_path_factory.mktemp('runs')
-  out = []
+def configs():
+  """Of two runs: one searches, the other answers its own searches."""
   for name in ('searches', 'recalls'):
     config = tiny.config()
     config.source.corpus = 'world'
@@ -28,13 +26,23 @@ def runs(tmp_path_factory):
       config.env.information = 'policy'
       config.env.max_turns, config.env.max_turn_tokens = 0, 160
       config.eval.questions = 1  # its own sampling does not count
-    out.append(str(folder / name))
-    sft.sft(config, out[-1])
-  return out
+    yield name, config
+
+
+@pytest.fixture(scope='module')
+def runs(tmp_path_factory):
+  """Their folders, of which nothing but the config is read."""
+  folder = tmp_path_factory.mktemp('runs')
+  for name, config in configs():
+    records.write_json(folder / name / 'config.json', config.to_dict())
+  return [str(folder / name) for name, _ in configs()]
 
 
 @pytest.mark.long
-def test_one_command_holds_any_two_runs_against_each_other(runs, tmp_path):
+def test_one_command_holds_any_two_runs_against_each_other(tmp_path):
+  runs = [str(tmp_path / name) for name, _ in configs()]
+  for run, (_, config) in zip(runs, configs()):
+    sft.sft(config, run)
   out = tmp_path / 'versus'
   text, _ = test_commands.command('evaluate.versus', *runs, f'--out={out}')
   assert '[2/2]' in text and 'B - A' in text

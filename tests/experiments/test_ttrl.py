@@ -409,6 +409,7 @@ def test_golds_change_no_reward_and_no_parameter(runs, golds):
   assert own == other and len({r for _, _, r in own}) > 1
 
 
+@pytest.mark.long
 def test_each_step_says_how_good_the_labels_are(runs):
   known = {
     f'reward/vote/{name}'

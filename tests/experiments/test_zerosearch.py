@@ -461,13 +461,14 @@ def test_a_run_on_simulated_documents_resumes_bit_for_bit(
   assert all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-def test_two_engines_do_not_share_a_mesh(warm, tmp_path):
-  c = small_run(path=warm)
+def test_two_engines_do_not_share_a_mesh(tmp_path):
+  c = small_run(path=str(tmp_path))
   c.mesh.data = 2
   with pytest.raises(checks.ConfigError, match='mesh of 2'):
     services.source(c, '', None, None, build.mesh(c), str(tmp_path))
 
 
+@pytest.mark.long
 def test_the_real_search_engine_evaluates_what_a_simulator_taught(
   warm, tmp_path, url
 ):

@@ -52,6 +52,7 @@ def plain(p, cfg, row, temperature):
 
 
 @pytest.mark.long
+@pytest.mark.exact
 @pytest.mark.parametrize(  # every two values meet
   'cfg, temperature, chunk',
   [(CFG, 1.0, 1000), (CFG, 0.6, 10), (UNTIED, 0.6, 1000), (UNTIED, 1.0, 10)],
@@ -68,6 +69,7 @@ def test_stats_are_those_of_the_full_softmax(cfg, temperature, chunk):
 
 
 @pytest.mark.long
+@pytest.mark.exact
 def test_bfloat16_stats_are_those_of_its_own_logits():
   cfg = decoder.DecoderConfig(**{**vars(CFG), 'dtype': 'bfloat16'})
   [row] = rows(8)

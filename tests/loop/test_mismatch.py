@@ -21,7 +21,7 @@ from searchrl_jax.types import Question
 from tests.engines.common import CFG, make_engine, make_params
 from tests.fakes import EOS, TEMPLATE, ByteTokenizer, FakeSource
 
-pytestmark = [pytest.mark.slow, pytest.mark.long]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.exact]
 
 # Nats: the largest difference of a log-prob, of magnitude 1 to 10, where
 # float32 has 5e-7 to 1e-6 between two neighbours.

@@ -132,6 +132,7 @@ def test_the_convolution_by_hand():
   np.testing.assert_array_equal(later, found[:, 2:3])
 
 
+@pytest.mark.long
 def test_packed_is_separate():
   """Outputs to 1e-6 and gradients to 1e-5 of a layer's mixer."""
   rng = np.random.default_rng(2)

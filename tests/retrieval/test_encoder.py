@@ -104,6 +104,7 @@ def test_a_vocabulary_alone_will_do(model, copy):
 
 
 @pytest.mark.long
+@pytest.mark.exact
 def test_company_and_order_change_nothing(model):
   rng = np.random.default_rng(0)
   texts = [
