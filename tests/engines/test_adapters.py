@@ -20,6 +20,8 @@ from searchrl_jax.models import decoder, lora
 from tests.engines import common, fake_vllm
 from tests.engines.contract import once, prompt
 
+pytestmark = pytest.mark.slow
+
 LORA = decoder.Lora(4, 4.0, ('q', 'o', 'down'), 'float32')
 CFG = dataclasses.replace(common.CFG, lora=LORA)
 

@@ -194,6 +194,7 @@ def test_aggregation_errors():
     losses.denominator([], 'sequence_sum', 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('fn', POLICY)
 @pytest.mark.parametrize('mode', CHOICES['algorithm.aggregation'])
 @settings(max_examples=15, deadline=None)

@@ -24,6 +24,8 @@ from searchrl_jax.types import Question, SearchResult
 from searchrl_jax.worlds import atlas, microtraces
 from tests.fakes import FakeEngine
 
+pytestmark = pytest.mark.slow
+
 # A group: two wrong attempts, a right one, a right trace; two tokens each.
 REWARDS = [0.0, 0.0, 1.0, 1.0]
 FOREIGN = np.array([[False] * 2] * 3 + [[True] * 2])

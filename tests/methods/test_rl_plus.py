@@ -13,6 +13,8 @@ from searchrl_jax.data.checks import DataError
 from searchrl_jax.learn import objectives
 from searchrl_jax.types import Question
 
+pytestmark = pytest.mark.slow
+
 
 def gradient(new, old, advantages):
   fn = lambda x: rl_plus.weighed(x, jnp.log(old), advantages).sum()

@@ -17,6 +17,8 @@ from searchrl_jax.models import decoder, lora
 from tests.learn import test_update as common
 from tests.models import test_deltanet as deltanets
 
+pytestmark = pytest.mark.slow
+
 LORA = decoder.Lora(4, 8.0, tuple(decoder.PROJECTIONS), 'float32')
 CFG = dataclasses.replace(common.CFG, lora=LORA)
 

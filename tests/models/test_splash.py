@@ -12,6 +12,8 @@ from searchrl_jax.devices import sharding
 from searchrl_jax.models import decoder, splash
 from tests.learn import test_update as base
 
+pytestmark = pytest.mark.slow
+
 CFG = base.CFG
 
 B, N, K, H = 2, 4, 2, 32

@@ -20,6 +20,8 @@ from tests.retrieval.vectors import (
   unit,
 )
 
+pytestmark = pytest.mark.slow
+
 VECTORS = clustered(1200, 16, spread=0.3)
 QUERIES = unit(VECTORS[:40] + 0.1 * clustered(40, 16, seed=5))
 FACTORIES = ('Flat', 'HNSW8', 'IVF16,Flat', 'IVF16,PQ4x4', 'PCA8,HNSW8')

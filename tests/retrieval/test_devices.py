@@ -11,6 +11,8 @@ import pytest
 from retrieval import devices
 from tests.conftest import ROOT
 
+pytestmark = pytest.mark.slow
+
 _KEPT = """
 import sys
 import jax
