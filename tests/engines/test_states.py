@@ -303,6 +303,11 @@ def test_host_memory_counts_states_of_forks():
     engine.close(parent)
     await engine.generate(child, turn)  # takes them back
     assert table._paused == 0 and table.start(other, 64, last=False)
+    unused = engine.fork(child)
+    await engine.generate(child, turn)
+    assert table._paused == room.state
+    engine.close(unused)
+    assert table._paused == 0
     engine.close(child)
     engine.close(other)
 
