@@ -271,15 +271,18 @@ def check_engine(config: ConfigDict) -> None:
   schema.check(config)
   build.check_environment(config)
   sources = functools.partial(lookup.module, 'searchrl_jax.sources')
-  for field, find in (('engine', engines.module), ('source', sources)):
+  asked = ('engine', engines.module, 'capacity'), ('source', sources, 'make')
+  for field, find, also in asked:
     name = config[field].module
     with lookup.of(f'config.{field}.module'):
       found = find(name)
-    lookup.require(
-      hasattr(found, 'make'),
-      f'config.{field}.module={name!r} has no function make: it is a '
-      'part of another one',
-    )
+    for function in ('make', also):
+      lookup.require(
+        hasattr(found, function),
+        f'config.{field}.module={name!r} has no function {function}: it is a '
+        f'part of another one, or lacks what searchrl_jax/{field}s/core.py '
+        'asks for',
+      )
   if config.source.module == simulated.SIMULATED:
     simulated.check(config.source.simulator)
   rank = config.model.lora.rank

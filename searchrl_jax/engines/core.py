@@ -2,6 +2,12 @@
 
 An engine does not depend on questions or protocols. Token ids are never
 decoded and encoded again; text is used only to find stop strings.
+
+The module of config.engine.module has `make(model_cfg, params, tokenizer,
+config, mesh, folder)`, which returns an `Engine`: config is config.engine,
+folder that of the run. Its `capacity(model_cfg, config, tokens)`, that of the
+engine for such a model, raises EngineError for one that it cannot serve, and is
+asked before weights are loaded.
 """
 
 from collections.abc import Mapping, Sequence
@@ -232,9 +238,7 @@ class Engine(Protocol):
   def fork(self, handle: Handle) -> Handle: ...
   async def generate(self, handle, sampling: Sampling) -> Completion: ...
   # The number of handles of up to `tokens` tokens that it serves without
-  # recomputing caches. The module also has a function of this name, of
-  # (model_cfg, config.engine, tokens), which refuses (EngineError) a model that
-  # the engine cannot serve: it is asked before weights are loaded.
+  # recomputing caches.
   def capacity(self, tokens: int) -> int: ...
   async def logps(self, ids) -> np.ndarray: ...  # float32 [n], [0] is 0
   async def sync(self, update: WeightsUpdate) -> SyncReport: ...

@@ -168,17 +168,19 @@ def chunked(q, k, v, g, beta, segments, state=None):
   entering = jnp.concatenate([s[:1, :, :1], last[:-1]])
   group = lambda x: x[:, :, None, None]  # beside the heads
 
-  # Sums of g from the chunk's start, or the sequence's: [n, B, K, G, C, 1].
-  seen = s[..., None] == s[..., None, :]
-  seen = group(seen & jnp.tri(CHUNK, dtype=bool))
-  total = _matmul(seen.astype(jnp.float32), g[..., None])
+  # Sums of g behind each token: [n, B, K, G, C, C], and from the chunk's start.
+  # Differences of the latter would lose the digits of a strong decay before.
+  seen = group((s[..., None] == s[..., None, :]) & jnp.tri(CHUNK, dtype=bool))
+  behind = jnp.tri(CHUNK, k=-1) * g[..., None]
+  behind = _matmul(jnp.tri(CHUNK), behind)
+  total = g[..., :1, None] + behind[..., :1]
   # Masked before the exponential, which could overflow.
   power = lambda mask, x: jnp.exp(jnp.where(mask, x, -jnp.inf))
-  between = power(seen, total - total.swapaxes(-1, -2))
+  between = power(seen, behind)
   from_start = power(group(s == entering)[..., None], total)
-  end = total[..., -1:, :]
-  to_end = power(group(s == last)[..., None], end - total)
-  whole = power(group(last == entering)[..., None], end)
+  to_end = behind[..., -1:, :].swapaxes(-1, -2)
+  to_end = power(group(s == last)[..., None], to_end)
+  whole = power(group(last == entering)[..., None], total[..., -1:, :])
 
   system = beta * _matmul(k, k.swapaxes(-1, -2)) * between
   right = jnp.concatenate([beta * v, beta * from_start * k], -1)

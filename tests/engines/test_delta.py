@@ -1,6 +1,7 @@
 """Differences of versions: exact, small, and nothing wrong is ever served."""
 
 import asyncio
+from concurrent import futures
 import dataclasses
 import errno
 import json
@@ -169,7 +170,10 @@ def test_most_bytes_or_a_doubt_publish_everything(tmp_path):
   assert out.publish(params, 4).delta is None
   assert not done.delta.path.exists()
   out.prune(4)
-  out.publish_delta(step(params), 5)
+  # Another copy of the same version: `bring` would take it for done.
+  assert out.publish_delta(step(params), 4).delta is None
+  out.prune(4)
+  out.publish_delta(params, 5)
   out.clear()
   assert not [*tmp_path.iterdir()]
 
@@ -193,21 +197,56 @@ def test_several_workers_bring_a_copy_once(tmp_path, first):
   assert delta.bring(done.path, done.delta.path)[2] is None
 
 
+def test_workers_that_bring_a_copy_together_bring_it_once(
+  tmp_path, monkeypatch
+):
+  out = acknowledged(tmp_path / 'a', make_params())
+  done = out.publish_delta(step(make_params()), 2)
+  change, begun = delta.apply, threading.Event()
+
+  def slowly(*args):
+    begun.wait(0.2)  # once: the other worker has time to begin
+    begun.set()
+    return change(*args)
+
+  monkeypatch.setattr(delta, 'apply', slowly)
+  with futures.ThreadPoolExecutor() as pool:
+    args = [done.path] * 2, [done.delta.path] * 2
+    found = [held.version for held, *_ in pool.map(delta.bring, *args)]
+  want = publisher(tmp_path / 'b').publish(step(make_params()), 2)
+  assert found == [2, 2] and contents(done.path) == contents(want.path)
+
+
+def test_a_damaged_difference_leaves_the_copy_as_it_is(tmp_path):
+  out = acknowledged(tmp_path, make_params())
+  before = contents(out.path(1))
+  done = out.publish_delta(step(make_params()), 2)
+  for damage in truncate, lose:
+    damage(done, None)
+    with pytest.raises(PublishedError, match='missing or damaged'):
+      delta.bring(done.path, done.delta.path)
+    assert contents(done.path) == before
+
+
 def test_every_server_that_can_takes_over_only_what_changed(
   tmp_path, monkeypatch
 ):
+  """One that holds another version than the base loads the whole copy."""
   out = acknowledged(tmp_path, make_params())
   done = out.publish_delta(step(make_params()), 2)
   monkeypatch.setattr(plugin, '_plain', lambda *unused: True)
-  wrote = []
+  monkeypatch.setattr(plugin, '_tied', lambda *unused: False)
+  wrote, whole = [], []
   monkeypatch.setattr(plugin, '_change', lambda *args: wrote.append(args[2]))
-  for _ in range(2):
+  for held in 1, 1, 0:
     worker = plugin.Worker()
     worker.model_runner = types.SimpleNamespace(get_model=lambda: None)
     worker.parallel_config = types.SimpleNamespace(world_size=1)
-    worker._searchrl_published = dataclasses.replace(done, version=1)
+    worker.reload_weights = lambda **how: whole.append(how)
+    worker._searchrl_published = dataclasses.replace(done, version=held)
     worker.searchrl_load(str(done.path), str(done.delta.path))
     assert worker._searchrl_published.version == 2
+  assert len(whole) == 1
   one, two = wrote
   assert one.keys() == two.keys() and one
   assert all((at == two[name]).all() for name, at in one.items())
@@ -593,6 +632,22 @@ def test_a_server_that_dies_as_it_applies_gets_everything(
     reports = asyncio.run(play([fake], engine, dies))
   assert died and reports[1].bytes > reports[0].bytes > 2 * reports[2].bytes
   assert engine.stats()['restarts'] == 1
+
+
+def test_a_server_that_comes_back_later_loads_what_was_brought(fake, tmp_path):
+  """The difference is gone then."""
+  engine, after = bfloat16([fake], tmp_path), step(make_params())
+
+  async def main():
+    await load(engine, make_params(), 1)
+    await load(engine, after, 2)
+    await asyncio.to_thread(restart, None, fake)
+    check((1, 2, 3), await once(engine, (1, 2, 3), Sampling(max_tokens=5)))
+    await engine.shutdown()
+
+  asyncio.run(main())
+  assert fake.loaded.version == 2
+  assert fake.served[-1] == sync.checksums(after, 'bfloat16')
 
 
 def test_a_copy_that_was_left_half_changed_is_no_publication(

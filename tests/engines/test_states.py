@@ -303,11 +303,38 @@ def test_host_memory_counts_states_of_forks():
     engine.close(parent)
     await engine.generate(child, turn)  # takes them back
     assert table._paused == 0 and table.start(other, 64, last=False)
+    unused = engine.fork(child)
+    await engine.generate(child, turn)
+    assert table._paused == room.state
+    engine.close(unused)
+    assert table._paused == 0
     engine.close(child)
     engine.close(other)
 
   asyncio.run(main())
   assert table._paused == 0
+
+
+def test_a_call_that_forks_wait_for_is_served():
+  """As many sequences as the engine has capacity for, one of them a fork."""
+  token = device.bytes_per_token(CFG)
+  room = device.room(CFG, common.config())
+  engine = make_engine(slots=2, host_gib=room.size(64) * token / 2**30)
+  assert engine.capacity(64) == 2
+  turn = Sampling(max_tokens=2, limit=64)
+
+  async def main():
+    parent = engine.open(prompt(engine, 9))
+    await engine.generate(parent, turn)
+    child, call = engine.fork(parent), engine.open(prompt(engine))
+    await asyncio.wait_for(engine.generate(call, Sampling(max_tokens=2)), 60)
+    for handle in (parent, child):
+      await engine.generate(handle, turn)
+    for handle in (parent, child, call):
+      engine.close(handle)
+
+  asyncio.run(main())
+  assert engine._table._paused == 0
 
 
 def test_what_is_not_exact_is_refused():

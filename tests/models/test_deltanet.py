@@ -89,6 +89,23 @@ def test_chunks_are_the_recurrence(case):
   assert error(got, want) <= 1e-6 and error(left, after) <= 1e-6
 
 
+def test_a_strong_decay_costs_what_follows_no_digits():
+  """Of eight tokens one forgets nearly all, some next to nothing; keys are
+  alike, and beta is 1."""
+  rng = np.random.default_rng(0)
+  segments = np.stack([segments_of(150), segments_of(150, 70, 128)])
+  q, k, v, g, beta = inputs(rng, 2, 150)
+  k = k[:, :1] + 0.1 * rng.normal(size=k.shape)
+  k /= np.linalg.norm(k, axis=-1, keepdims=True)
+  forgets = np.arange(150)[:, None] % 8 == np.arange(g.shape[-1])
+  g = np.where(forgets, -80.0, -(rng.random(g.shape) ** 3))
+  given, state = (q, k, v, g, np.ones_like(beta)), np.zeros((2, 4, 8, 12))
+  want, after = recurrence(*given, segments, state)
+  args = [jnp.asarray(x, jnp.float32) for x in given]
+  got, left = jax.jit(deltanet.chunked)(*args, segments)
+  assert error(got, want) <= 1e-6 and error(left, after) <= 1e-6
+
+
 @pytest.mark.long
 def test_gradients_are_those_of_the_recurrence():
   """Along random directions, by differences in float64."""

@@ -1,12 +1,13 @@
 """What a policy works with: how it is opened, and in which order it closes."""
 
 import contextlib
+import sys
 import types
 from unittest import mock
 
 import pytest
 
-from searchrl_jax import train
+from searchrl_jax import checks, train
 from searchrl_jax.devices import sharding
 from searchrl_jax.engines.core import EngineError
 from searchrl_jax.evaluate import policy
@@ -127,6 +128,29 @@ def test_an_engine_refuses_a_model_before_it_is_loaded(tmp_path, monkeypatch):
     with pytest.raises(EngineError, match='host_gib=1e-06'):
       start()
   assert not loaded.called
+
+
+@pytest.mark.parametrize(
+  'field, has, lacks',
+  [
+    ('engine', 'make', 'capacity'),
+    ('engine', 'capacity', 'make'),
+    ('source', 'check', 'make'),
+  ],
+)
+def test_what_a_module_of_ones_own_lacks_is_named(
+  monkeypatch, field, has, lacks
+):
+  mine = types.SimpleNamespace(**{has: print})
+  monkeypatch.setitem(sys.modules, 'mine.part', mine)
+  config = tiny.config('http://127.0.0.1:9')
+  config[field].module = 'mine.part'
+  with pytest.raises(
+    ConfigError,
+    match=f"config.{field}.module='mine.part' has no function {lacks}: "
+    f'.* searchrl_jax/{field}s/core.py',
+  ):
+    checks.check_engine(config)
 
 
 def test_one_module_opens_services():

@@ -288,12 +288,13 @@ class SlotTable:
     """Reserves room for a handle of at most `limit` tokens; False if full.
 
     last: the handle ends with this call, so it may use the room that is kept
-    free for calls that others wait for.
+    free for calls that others wait for. Forks may wait for it too: their states
+    do not keep it from its start.
     """
     size, spare = self.room.size(limit), self.room.size(self.room.max_len)
     sizes = [*self._sizes.values(), size, *([] if last else [spare])]
     guest = lambda h: h.rows is not None and h.rows.owner is not h
-    guests = sum(map(guest, self._sizes))
+    guests = 0 if last else sum(map(guest, self._sizes))
     if not self.started(handle) and not self.room.holds(sizes, guests):
       return False
     self._sizes[handle] = max(self._sizes.get(handle, 0), size)
