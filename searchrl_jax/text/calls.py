@@ -133,13 +133,16 @@ def _types(parameters: Mapping, name: str) -> set[str]:
 
 
 def _typed(text: str, types: set[str]) -> Any:
-  """A value of one of these types; the text, if it is none but a string."""
+  """A value of one of these types, which may be a string; none: a string.
+
+  JSON of another type is for `_wrong`, or the tool, to refuse.
+  """
   try:
     value = _loads(_PYTHON.get(text.strip(), text))
   except (ValueError, RecursionError):
     return text
-  good = any(type(value) in _TYPES[t] for t in types - {'string'})
-  return value if good else text
+  known = any(type(value) in _TYPES[t] for t in types - {'string'})
+  return value if known or types and 'string' not in types else text
 
 
 def _loads(text: str) -> Any:

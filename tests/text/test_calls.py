@@ -233,6 +233,7 @@ def argument(name, text):
     ('maybe', 'None', None),
     ('maybe', 'null', None),
     ('maybe', '7', 7),
+    ('maybe', '2.5', 2.5),  # for the tool to refuse, as in JSON
     ('either', '7', 7),
     ('either', 'seven', 'seven'),
     ('inside', '{"x": [1]}', {'x': [1]}),
@@ -357,7 +358,7 @@ PIECES = st.sampled_from([
   '< / parameter >', 'Ann', '\n',
 ]) | st.builds(
   '<parameter={0}>{1}{2}{1}</parameter>'.format,
-  st.sampled_from('s i n b a o maybe any'.split()),
+  st.sampled_from('s i n b a o any'.split()),
   st.sampled_from(['', '\n']),
   WORDS | st.sampled_from(['-7', '2.5', 'True', 'false', '[1]', '{"x": []}']),
 )  # fmt: skip
@@ -989,7 +990,7 @@ def random_chat(rng):
     for _ in range(rng.randrange(3)):
       made = [
         {'id': str(n), 'type': 'function', 'function': {
-          'name': rng.choice(names), 'arguments': {'q': words()}}}
+          'name': rng.choice(names), 'arguments': {'q': words() + control()}}}
         for n in range(rng.randrange(1, 4))
       ]  # fmt: skip
       content = words() if rng.random() < 0.5 else ''
