@@ -74,8 +74,9 @@ def word_level(folder: pathlib.Path, words) -> tokenizing.Tokenizer:
 
 
 # Chat templates with the shapes of real ones, in words of our own: ChatML with
-# blocks of calls (Qwen), and bare calls whose results are JSON strings (Llama
-# 3.1, whose licence does not let its text stand here).
+# blocks of calls in JSON (Qwen2.5) or in XML (Qwen3.5, with an empty thought
+# where the last question is answered), and bare calls whose results are JSON
+# strings (Llama 3.1, whose licence does not let its text stand here).
 HERMES = (
   "{% if tools %}{{ '<|im_start|>system\\nTools:\\n' }}"
   "{% for t in tools %}{{ (t | tojson) + '\\n' }}{% endfor %}"
@@ -96,6 +97,37 @@ HERMES = (
   '{% endif %}{% endfor %}'
   "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
+XML = (
+  "{% if tools %}{{ '<|im_start|>system\\nTools:\\n' }}"
+  "{% for t in tools %}{{ (t | tojson) + '\\n' }}{% endfor %}"
+  "{{ 'Write <tool_call>\\na call\\n</tool_call><|im_end|>\\n' }}{% endif %}"
+  '{% set last = namespace(query=-1) %}'
+  "{% for m in messages if m.role == 'user' %}"
+  '{% set last.query = messages.index(m) %}{% endfor %}'
+  '{% for m in messages %}{% set content = m.content | trim %}'
+  "{% if m.role == 'tool' %}"
+  "{% if loop.previtem.role != 'tool' %}{{ '<|im_start|>user' }}{% endif %}"
+  "{{ '\\n<tool_response>\\n' + content + '\\n</tool_response>' }}"
+  "{% if loop.last or loop.nextitem.role != 'tool' %}"
+  "{{ '<|im_end|>\\n' }}{% endif %}"
+  '{% else %}'
+  "{{ '<|im_start|>' + m.role + '\\n' }}"
+  "{% if m.role == 'assistant' and loop.index0 > last.query %}"
+  "{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}"
+  "{{ content + ('\\n\\n' if content and m.tool_calls else '') }}"
+  "{% for c in m.tool_calls or () %}{{ '\\n' * (not loop.first) }}"
+  "{{ '<tool_call>\\n<function=' + c.function.name + '>\\n' }}"
+  '{% for name, value in c.function.arguments | items %}'
+  "{{ '<parameter=' + name + '>\\n' }}"
+  '{{ (value | string) if value is string or value is not iterable'
+  ' else (value | tojson) }}'
+  "{{ '\\n</parameter>\\n' }}{% endfor %}"
+  "{{ '</function>\\n</tool_call>' }}{% endfor %}"
+  "{{ '<|im_end|>\\n' }}"
+  '{% endif %}{% endfor %}'
+  '{% if add_generation_prompt %}'
+  "{{ '<|im_start|>assistant\\n<think>\\n\\n</think>\\n\\n' }}{% endif %}"
+)
 LLAMA = (
   '{% for m in messages %}'
   "{{ '<|start|>' + ('ipython' if m.role == 'tool' else m.role) }}"
@@ -114,6 +146,7 @@ LLAMA = (
 )
 CHATS = {
   'hermes': (HERMES, ('<|im_start|>', '<|im_end|>')),
+  'xml': (XML, ('<|im_start|>', '<|im_end|>')),
   'llama': (LLAMA, ('<|start|>', '<|head|>', '<|eot_id|>')),
 }
 

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from searchrl_jax import lookup
+from searchrl_jax.models import families
 from searchrl_jax.types import Prompt
 
 MODULES = {'jax': 'jax.engine', 'vllm': 'vllm.client'}
@@ -146,6 +147,7 @@ class Engine(Protocol):
   vocab_size: int
   max_len: int  # tokens that one handle can hold
   dtype: str | None  # of its copy of the weights; None = the trainer's
+  exact: tuple[str, ...] = families.EXACT  # of which these stay float32
   replicas: Sequence['Engine']  # verified one by one; itself, if there is one
   handle_type: type  # of `handles.Handle`
   # The lowest temperature above 0 that the engine distinguishes from 0.

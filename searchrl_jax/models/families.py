@@ -105,8 +105,9 @@ DELTA = {
   'taps': ('linear_conv_kernel_dim', 4),
 }
 # Parameters that are float32 in checkpoints, frozen and in an engine, whatever
-# the others are.
-_FLOAT32 = ('delta_a_log', 'delta_norm')
+# the others are; and in a vLLM server.
+EXACT = ('delta_a_log', 'delta_norm')
+SERVED = ('delta_a_log',)
 _ALIKE = dict(rope_theta=1e6, rms_norm_eps=1e-6, max_position_embeddings=32768)
 # Shapes of well-known models, for reports that need no checkpoint: fields of
 # a config.json, by the name that config.model.path takes where there is no
@@ -176,9 +177,9 @@ def fields(cfg) -> dict[str, Any]:
   return {name: values[name] for name in FIELDS}
 
 
-def dtype_of(path: str, dtype: str) -> str:
+def dtype_of(path: str, dtype: str, exact: tuple[str, ...] = EXACT) -> str:
   """Of a parameter 'layers/q' or its name, where others are in `dtype`."""
-  return 'float32' if path.endswith(_FLOAT32) else dtype
+  return 'float32' if path.endswith(exact) else dtype
 
 
 def layers_with(fields: Mapping[str, Any], name: str) -> list[int]:

@@ -233,7 +233,7 @@ class Session(services.Opener):
       if cluster.size() > 1:
         # What all processes compute together comes first.
         wanted = np.asarray(logps(np.asarray(self._canary, np.int32)))
-        published = sync.checksums(params, self.engine.dtype)
+        published = sync.checksums(params, self.engine.dtype, self.engine.exact)
         params = self.share(params, self.step, published)
         logps = lambda ids: wanted
       how = self.step, self._canary, logps, limit, kind, published

@@ -1,17 +1,25 @@
-"""Calls of tools as JSON, in the chat format of a model.
+"""Calls of tools, in the chat format of a model.
 
-    hermes   blocks <tool_call>{"name": ..., "arguments": {...}}</tool_call>,
-             several in a reply (Qwen2.5, Qwen3)
-    llama    the reply is one object {"name": ..., "parameters": {...}}
-             (Llama 3.1)
+    hermes   blocks <tool_call>...</tool_call>, several in a reply
+    llama    the reply is one call (Llama 3.1)
+
+A call is written as the chat template of the tokenizer writes one (`FORMS`):
+
+    json     {"name": NAME, "arguments": {...}} (Qwen2.5, Qwen3), or with
+             "parameters" (Llama 3.1)
+    xml      <function=NAME>, for each argument <parameter=NAME>, its value and
+             </parameter>, and </function> (Qwen3.5). A value is a text between
+             two newlines, or JSON where the schema asks for another type.
 
 A policy is shown tools by their schemas, in OpenAI's form, through the chat
 template of its tokenizer; what follows its reply is this template's text too.
 """
 
 from collections.abc import Mapping, Sequence
+import itertools
 import json
 import math
+import re
 from typing import Any, NamedTuple
 
 from searchrl_jax.lookup import require
@@ -25,13 +33,19 @@ _TYPES = {'string': (str,), 'integer': (int,), 'number': (int, float)}
 _TYPES |= {'boolean': (bool,), 'array': (list,), 'object': (dict,)}
 _TYPES |= {'null': (type(None),)}
 _DEPTH = 64  # levels of nested JSON in a call
+# A value in XML ends before whatever another reader could take for a tag of it.
+_VALUE = r'[^<]*(?:<(?!\s*(?:/\s*)?(?:parameter|function)\s*[=>])[^<]*)*'
+_PARAMETER = rf'<parameter=([^>\n]+)>({_VALUE})</parameter>'
+_FUNCTION = rf'<function=([^>\n]+)>((?:\s*{_PARAMETER})*)\s*</function>'
+# How Qwen3.5's chat template writes values of JSON.
+_PYTHON = {'True': 'true', 'False': 'false', 'None': 'null'}
 _USER = {'role': 'user', 'content': 'x'}
 
 
 class Call(NamedTuple):
   """A call of a tool, as the policy wrote it.
 
-  arguments: JSON of an object; '' = there is none. status: ok, invalid_json,
+  arguments: JSON of an object; '' = there is none. status: ok, malformed,
   unclosed, unknown_tool, bad_arguments, or too_many, of several calls. error:
   what is wrong, for the policy to read.
   """
@@ -53,25 +67,23 @@ def schema(name: str, about: str, parameters: Mapping) -> dict[str, Any]:
   return {'type': 'function', 'function': function}
 
 
-def parse(text: str, schemas: Sequence[Mapping], closed: bool = True) -> Call:
+def parse(
+  text: str, schemas: Sequence[Mapping], closed: bool = True, form: str = 'json'
+) -> Call:
   """Reads a call; whatever the text is, it raises nothing.
 
-  closed: whether the block of the call was closed.
+  closed: whether the block of the call was closed. form: a key of FORMS.
   """
   if not closed:
     return Call('', '', 'unclosed', 'the call is not closed')
-  try:
-    found = json.loads(text, parse_float=_number, parse_constant=_number)
-  except (ValueError, RecursionError) as e:
-    return Call('', '', 'invalid_json', f'the call is not JSON: {e}')
-  if _deeper(found, _DEPTH):
-    return Call('', '', 'invalid_json', f'it has more than {_DEPTH} levels')
   functions = {s['function']['name']: s['function'] for s in schemas}
-  name = found.get('name') if isinstance(found, dict) else None
+  try:
+    name, arguments = FORMS[form](text, functions)
+  except (ValueError, RecursionError) as e:
+    return Call('', '', 'malformed', str(e))
   if not isinstance(name, str) or name not in functions:
     error = f'the call names none of the tools: {", ".join(functions)}'
     return Call('', '', 'unknown_tool', error)
-  arguments = found.get('arguments', found.get('parameters'))
   if not isinstance(arguments, dict):
     error = f'the arguments of {name} are no JSON object'
     return Call(name, '', 'bad_arguments', error)
@@ -79,6 +91,70 @@ def parse(text: str, schemas: Sequence[Mapping], closed: bool = True) -> Call:
   # A lone surrogate could not be sent anywhere.
   written = json.dumps(arguments, ensure_ascii=False).encode(errors='replace')
   return Call(name, written.decode(), 'bad_arguments' if wrong else 'ok', wrong)
+
+
+def _json(text: str, functions: Mapping) -> tuple[Any, Any]:
+  """What should be the name and the arguments of a call."""
+  try:
+    found = _loads(text)
+  except (ValueError, RecursionError) as e:
+    raise ValueError(f'the call is not JSON: {e}') from e
+  found = found if isinstance(found, dict) else {}
+  return found.get('name'), found.get('arguments', found.get('parameters'))
+
+
+def _xml(text: str, functions: Mapping) -> tuple[Any, Any]:
+  """The same."""
+  found = re.fullmatch(_FUNCTION, text.strip())
+  what = 'the call is not one function with its parameters, each of them closed'
+  require(found, f'{what}, as the tags of a call', ValueError)
+  name, inside, *_ = found.groups()
+  parameters, arguments = functions.get(name, {}).get('parameters') or {}, {}
+  for own, value in re.findall(_PARAMETER, inside):
+    value = value.removeprefix('\n').removesuffix('\n')
+    arguments[own] = _typed(value, _types(parameters, own))
+  return name, arguments
+
+
+FORMS = {'json': _json, 'xml': _xml}
+
+
+def _types(parameters: Mapping, name: str) -> set[str]:
+  """Those that a schema, which may be no good one, allows an argument."""
+  of = lambda x, key: x.get(key) if isinstance(x, Mapping) else None
+  listed = lambda x: x if isinstance(x, list) else [x]
+  own, types = of(of(parameters, 'properties'), name), []
+  choices = (of(own, key) for key in ('anyOf', 'oneOf', 'allOf'))
+  for way in (own, *itertools.chain.from_iterable(map(listed, choices))):
+    if isinstance(place := of(way, '$ref'), str):
+      way = of(of(parameters, '$defs'), place.rpartition('/')[2])
+    types += listed(of(way, 'type'))
+  return {t for t in types if isinstance(t, str) and t in _TYPES}
+
+
+def _typed(text: str, types: set[str]) -> Any:
+  """A value of one of these types, which may be a string; none: a string.
+
+  JSON of another type is for `_wrong`, or the tool, to refuse.
+  """
+  try:
+    value = _loads(_PYTHON.get(text.strip(), text))
+  except (ValueError, RecursionError):
+    return text
+  known = any(type(value) in _TYPES[t] for t in types - {'string'})
+  return value if known or types and 'string' not in types else text
+
+
+def _loads(text: str) -> Any:
+  """JSON.
+
+  Raises:
+    ValueError, RecursionError: it is none, or has too many levels.
+  """
+  found = json.loads(text, parse_float=_number, parse_constant=_number)
+  what = f'it has more than {_DEPTH} levels'
+  require(not _deeper(found, _DEPTH), what, ValueError)
+  return found
 
 
 def _number(text: str) -> float:
@@ -159,11 +235,12 @@ class Calls(untrusted.Observer):
     encode, chat = tokenizer.encode_template, tokenizer.chat
     where = f'the chat template of {tokenizer.path}'
     good = chat([_USER], self.schemas) != chat([_USER])
+    self._form = next((f for f in FORMS if self._writes(template, f)), '')
     require(
-      good and self._writes(template),
+      good and self._form,
       f'{where} shows no tools, or not the calls of env.template='
-      f'{template.name!r}, {template.search[0]} and JSON: use a template of '
-      'tags, such as chat, or a copy of the tokenizer with a '
+      f'{template.name!r}, {template.search[0]} and {" or ".join(FORMS)}: use '
+      'a template of tags, such as chat, or a copy of the tokenizer with a '
       'chat_template.jinja that shows both (--config.model.tokenizer=COPY)',
     )
     said = json.dumps(self.schemas, ensure_ascii=False)
@@ -191,13 +268,15 @@ class Calls(untrusted.Observer):
     opening, closing = ended(self._frame(('user',)))
     self.invalid = encode(opening + template.invalid + closing)
     opening, closing = self._frames[1]
-    # Whether the chat template writes answers as JSON strings.
+    # Whether the chat template writes answers as JSON strings, and whether it
+    # strips them.
     self._quotes = opening.endswith('"') and closing.startswith('"')
+    self._strips = self._frame(('tool',), ' ')[1] == closing
     super().__init__(tokenizer, template)
     frame = len(encode(''.join(self._frames[-1])))
     self.least = frame + counts[-1] * self.least
 
-  def _writes(self, template) -> bool:
+  def _writes(self, template, form: str) -> bool:
     """Whether a call that the chat template writes can be read."""
     function, chat = {'name': 'f', 'arguments': {'x': 'y'}}, self.tokenizer.chat
     made = [{'id': '0', 'type': 'function', 'function': function}]
@@ -208,15 +287,15 @@ class Calls(untrusted.Observer):
     said = self.tokenizer.decode(self.tokenizer.encode_template(text)).encode()
     found = Parser(tags_of(template)).read(said)
     own = [block[1:] for block in found if block[0] == prompts.CALL]
-    read = [parse(inner.decode(), schemas, closed) for inner, closed in own]
+    read = [parse(i.decode(), schemas, closed, form) for i, closed in own]
     return read == [Call('f', json.dumps(function['arguments']))]
 
-  def _frame(self, roles: Sequence[str]) -> list[str]:
+  def _frame(self, roles: Sequence[str], space='') -> list[str]:
     """What the chat template writes after a reply, around the contents of
-    messages of these roles."""
+    messages of these roles, in space."""
     roles = ['assistant', *roles]
-    mark = untrusted.mark
-    marked = [{'role': r, 'content': mark(n)} for n, r in enumerate(roles)]
+    marks = [f'{space}{untrusted.mark(n)}{space}' for n in range(len(roles))]
+    marked = [{'role': r, 'content': m} for r, m in zip(roles, marks)]
     text = self.tokenizer.chat([_USER, *marked], self.schemas, reply=False)
     pieces = untrusted.MARKS.split(text)
     what = f'the chat template of {self.tokenizer.path} does not show, in order'
@@ -238,7 +317,7 @@ class Calls(untrusted.Observer):
 
   def _read(self, block: Block) -> Call:
     """A call; of a tool that is sent a text, with this argument alone."""
-    call = parse(block.text, self.schemas, block.complete)
+    call = parse(block.text, self.schemas, block.complete, self._form)
     tool, _, text = self._functions.get(call.name, ('', {}, ''))
     if call.status != 'ok' or not text:
       return call
@@ -284,6 +363,14 @@ class Calls(untrusted.Observer):
 
   def _written(self, body: Sequence[Part]) -> list[Part]:
     """As the chat template writes the content of a message."""
+    if self._strips:
+      whole = ''.join(text for text, _ in body)
+      kept = range(len(whole) - len(whole.lstrip()), len(whole.rstrip()))
+      starts = itertools.accumulate((len(t) for t, _ in body), initial=0)
+      body = [
+        (text[max(kept.start - at, 0) : max(kept.stop - at, 0)], ours)
+        for at, (text, ours) in zip(starts, body)
+      ]
     if not self._quotes:
       return [*body]
     return [(json.dumps(t, ensure_ascii=False)[1:-1], o) for t, o in body]

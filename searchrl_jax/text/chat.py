@@ -174,8 +174,8 @@ def render(
 def read_calls(text: str, tools: Sequence[Mapping]) -> tuple[str, list[Call]]:
   """Calls of tools in a reply, and the text without them.
 
-  Two forms: blocks <tool_call>{"name": ..., "arguments": {...}}</tool_call>
-  (Qwen, Hermes), or the reply is one such object (Llama 3.1, "parameters").
+  Blocks <tool_call>...</tool_call> of calls in any of calls.FORMS (Qwen), or
+  the reply is one in JSON (Llama 3.1).
   What is no call of a tool that there is stays text. Arguments that the tool's
   schema does not allow are for the client to judge.
   """
@@ -184,7 +184,8 @@ def read_calls(text: str, tools: Sequence[Mapping]) -> tuple[str, list[Call]]:
   rest = [first]
   for part in others:
     inner, closing, after = part.partition(_CLOSE)
-    call = parse(inner, tools, bool(closing))
+    form = 'xml' if inner.lstrip().startswith('<') else 'json'
+    call = parse(inner, tools, bool(closing), form)
     found.extend([call] * bool(call.arguments))
     rest.append(after if call.arguments else f'{_OPEN}{part}')
   if not found:

@@ -29,8 +29,8 @@ the source; -1 sends all. Until then generations stop at the closing search tag.
 search_when='entropy' sends, after the first, only queries whose mean predictive
 entropy is higher than that of the query before. The driver sets `entropy`.
 
-Calls as JSON (a template with `calls`). A turn goes on until eos, and then its
-calls are made, unless it has an answer. One that cannot be read or made is an
+Calls (a template with `calls`). A turn goes on until eos, and then its calls
+are made, unless it has an answer. One that cannot be read or made is an
 invalid action; its result is an error that the policy reads. What follows a
 turn is what the tokenizer's chat template writes between two replies, with the
 end of a turn that did not end itself.

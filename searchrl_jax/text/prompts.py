@@ -4,8 +4,8 @@ A template is a JSON file with all tags, the prompt, the observation, the
 passage line, the feedback and the stop strings. Those of the package are in
 templates/. A user's file must define every field but `blocks` and `calls`.
 
-With `calls`, tools are called by JSON in the chat format of a model (`calls`),
-and results come as this format has them. The file then leaves out what the
+With `calls`, tools are called in the chat format of a model (`text.calls`), and
+results come as this format has them. The file then leaves out what the
 format defines (FORMATS), and its prompt is a list of messages; the tools are
 shown by the tokenizer's chat template.
 """
@@ -26,12 +26,14 @@ from searchrl_jax.types import SEARCH
 TEMPLATES = pathlib.Path(__file__).parent / 'templates'
 BLOCKS = ('think', 'search', 'information', 'answer')
 OUTSIDE = 'other'  # the kind of text outside blocks
-CALL = 'tool_call'  # the kind of calls as JSON
+CALL = 'tool_call'  # the kind of calls in the chat format of a model
 # Fields of a template that its `calls` define. `search` has the tags of a call.
 # A call without a closing tag ends with the turn, and its opening tag is a part
 # of its JSON. Results without tags are whole messages.
 _REST = {'observation': '', 'cut': 'passages', 'query_separator': ''}
 _TAGS = ('<tool_call>', '</tool_call>'), ('<tool_response>', '</tool_response>')
+# Those inside a call, where the chat template writes one in XML.
+_INNER = '<function=', '</function>', '<parameter=', '</parameter>'
 FORMATS = {
   'hermes': _REST | {'search': _TAGS[0], 'information': _TAGS[1]},
   'llama': _REST | {'search': ('{"', ''), 'information': ('', '')},
@@ -167,11 +169,13 @@ class Template:
 
   @functools.cached_property
   def protected(self) -> tuple[str, ...]:
-    """Tags that are neutralised in outside text: pairs of the protocol, and
-    those in the passage line and the observation. The beginning of a call that
-    has no closing tag is that of any JSON, which outside text may show."""
+    """Tags that are neutralised in outside text: pairs of the protocol, those
+    inside a call, and those in the passage line and the observation. The
+    beginning of a call that has no closing tag is that of any JSON, which
+    outside text may show."""
     pairs = [pair for pair in self.tags.values() if all(pair)]
     tags = [tag for pair in pairs for tag in pair if tag.strip()]
+    tags += _INNER if _TAGS[0] in pairs else ()
     tags += re.findall(r'</?\w[\w-]*>', self.passage + self.observation)
     return tuple(dict.fromkeys(tags))
 

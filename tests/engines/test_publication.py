@@ -25,6 +25,7 @@ from searchrl_jax.store import checkpoint
 from tests import memory as used
 from tests.conftest import ROOT
 from tests.engines.common import CFG, make_params
+from tests.engines.test_states import CFG as HYBRID
 
 pytestmark = pytest.mark.slow
 
@@ -75,6 +76,22 @@ def test_what_is_read_is_what_an_export_holds(tmp_path, cfg, dtype):
   if fields['rope_scaling']:
     fields['rope_scaling'] = rotary.RopeScaling(**fields['rope_scaling'])
   assert decoder.DecoderConfig(**fields) == cfg
+
+
+@pytest.mark.long
+def test_half_precision_keeps_what_a_server_keeps_whole(tmp_path):
+  """The decays of delta nets, and not their norms."""
+  done = publisher(tmp_path, HYBRID, 'bfloat16').publish(
+    make_params(cfg=HYBRID), 1
+  )
+  found, parts = published.open_published(done.path), {}
+  for name, tensor in found.table.items():
+    array = found.read(name)
+    assert (array.dtype == np.float32) == name.endswith('.A_log')
+    ours = parts.setdefault(tensor.path, [])
+    ours.append(tensor.to_ours(array))
+  whole = {k: v[0] for k, v in parts.items() if '/' not in k}
+  assert checksum.checksums(parts | whole) == done.checksums
 
 
 def resident(file) -> int:

@@ -16,7 +16,7 @@ from searchrl_jax.engines.core import (
 from searchrl_jax.engines.vllm import client
 from searchrl_jax.engines.vllm.client import VllmEngine
 from searchrl_jax.engines.weights import checksum, sync
-from searchrl_jax.models import deltanet, families
+from searchrl_jax.models import decoder, deltanet, families
 from searchrl_jax.text.tokenizer import train_bpe
 from searchrl_jax.types import Prompt
 from tests.clock import until
@@ -617,10 +617,16 @@ def test_nobody_there_and_no_url(fake, tmp_path):
 
 
 @pytest.mark.parametrize('url', ['', 'http://127.0.0.1:80'])
-def test_delta_nets_are_refused_on_any_server(url, tmp_path):
+@pytest.mark.parametrize('adapters', [True, False])
+def test_delta_nets_go_without_adapters_and_differences(
+  url, adapters, tmp_path
+):
   cfg = dataclasses.replace(CFG, delta=deltanet.Sizes(2, 4, 8, 12, 4))
-  with pytest.raises(EngineError, match="'vllm': family qwen2 has delta nets"):
-    VllmEngine(cfg, None, Letters(), config(url=url), None, tmp_path)
+  c = config(url=url, sync='full' if adapters else 'delta', dtype='bfloat16')
+  if adapters:
+    cfg = dataclasses.replace(cfg, lora=decoder.Lora(4, 8.0, ('q',), 'float32'))
+  with pytest.raises(EngineError, match="delta nets.*'full'.*rank=0"):
+    VllmEngine(cfg, None, Letters(), c, None, tmp_path)
 
 
 def test_nothing_is_sampled_before_the_first_sync(fake, tmp_path):
@@ -695,7 +701,7 @@ def test_servers_are_started_on_the_devices_named(
 @pytest.mark.parametrize('device', ['gpu', 'gpus:', 'tpu:0'])
 def test_a_device_that_is_none_is_refused(tmp_path, device):
   with pytest.raises(EngineError, match='--gpus: invalid'):
-    client._start(config(device=device), tmp_path)
+    client._start(config(device=device), tmp_path, CFG)
 
 
 def test_a_server_that_is_not_started_again_stops_the_run_at_once(

@@ -59,9 +59,9 @@ def make_params(cfg, seed):
 class Server:
   """A server with the plugin, and a folder of publications."""
 
-  def __init__(self, folder, cfg, url):
+  def __init__(self, folder, cfg, url, dtype='float32'):
     self.cfg = cfg
-    self.publisher = publication.Publisher(folder, cfg, 'float32')
+    self.publisher = publication.Publisher(folder, cfg, dtype)
     # No connection is used twice: the server closes those idle for 5 s.
     self.http = httpx.Client(
       base_url=url,
@@ -110,13 +110,13 @@ class Server:
       sync.compare(done.checksums, held)
     return names
 
-  def logps(self):
-    """The server's own log-probs of IDS[1:]."""
+  def logps(self, ids=IDS):
+    """The server's own log-probs of ids[1:]."""
     done = self.http.post(
       '/v1/completions',
       json={
         'model': 'policy',
-        'prompt': IDS,
+        'prompt': ids,
         'max_tokens': 1,
         'temperature': 0,
         'prompt_logprobs': 0,
@@ -134,7 +134,7 @@ class Server:
 @contextlib.contextmanager
 def started(folder, cfg, plugin, **flags):
   """A server of its own, with random weights."""
-  fields = {k: getattr(cfg, k) for k in families.FIELDS}
+  fields = families.fields(cfg)
   published.write_serving_folder(
     folder / 'model',
     fields,
@@ -145,7 +145,7 @@ def started(folder, cfg, plugin, **flags):
   with start_sidecar(
     folder / 'model', log_file=folder / 'vllm.log', **flags
   ) as sidecar:
-    yield Server(folder / 'published', cfg, sidecar.url)
+    yield Server(folder / 'published', cfg, sidecar.url, flags['dtype'])
 
 
 @pytest.fixture(scope='module')

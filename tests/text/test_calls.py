@@ -1,13 +1,16 @@
-"""Calls of tools as JSON: what is read, made, answered, and in which ids."""
+"""Calls of tools: what is read, made, answered, and in which ids."""
 
 import dataclasses
-import itertools
 import json
 import random
+import re
+import types as types_of
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 import pytest
+from transformers.cli.serving.utils import get_response_template
+from transformers.utils.chat_parsing.response_parser import parse_response
 
 from searchrl_jax import types
 from searchrl_jax.rewards import answer
@@ -31,6 +34,7 @@ FUNCTIONS = [(t, s, calls.text_of([s])) for t, s in zip(TOOLS, SCHEMAS)]
 # Tokenizer -> the template that fits it.
 FORMS = {
   'hermes': 'qwen_tools',
+  'xml': 'qwen_tools',
   'llama': 'llama_tools',
   'qwen_tokenizer': 'qwen_tools',
 }
@@ -49,6 +53,17 @@ def written(name, **arguments):
 
 def block(*texts):
   return '\n'.join(f'<tool_call>\n{t}\n</tool_call>' for t in texts)
+
+
+def xml(text):
+  """A call in JSON as Qwen3.5 writes it."""
+  call = json.loads(text)
+  said = lambda v: v if isinstance(v, str) else json.dumps(v)
+  lines = [
+    f'<parameter={k}>\n{said(v)}\n</parameter>'
+    for k, v in call['arguments'].items()
+  ]
+  return '\n'.join([f'<function={call["name"]}>', *lines, '</function>'])
 
 
 def end_of(tok):
@@ -76,7 +91,7 @@ def said(form, *texts):
   """Calls in a format: of several the first, where a turn has one."""
   if form == 'llama':
     return texts[0].replace('arguments', 'parameters')
-  return block(*texts)
+  return block(*map(xml, texts) if form == 'xml' else texts)
 
 
 def appended(written, state):
@@ -100,8 +115,8 @@ def appended(written, state):
     (written('search', query=None), 'bad_arguments'),
     (written('open', id='7', piece=2.0), 'ok'),
     (written('open', id=''), 'ok'),
-    (written('open', id='7', piece=float('nan')), 'invalid_json'),
-    (written('open', id='7', piece=1).replace('1', '1e999'), 'invalid_json'),
+    (written('open', id='7', piece=float('nan')), 'malformed'),
+    (written('open', id='7', piece=1).replace('1', '1e999'), 'malformed'),
     (written('open', id='7', piece=2.5), 'bad_arguments'),
     (written('search', text='Ann'), 'bad_arguments'),
     (written('open', id='7', piece='2'), 'bad_arguments'),
@@ -115,14 +130,14 @@ def appended(written, state):
     ('{}', 'unknown_tool'),
     ('[]', 'unknown_tool'),
     ('7', 'unknown_tool'),
-    ('', 'invalid_json'),
-    ('search("Ann")', 'invalid_json'),
-    (SEARCH[:-1], 'invalid_json'),
-    (SEARCH * 2, 'invalid_json'),
-    (SEARCH.replace('"', "'"), 'invalid_json'),
-    ('1' * 5000, 'invalid_json'),
-    ('[' * 100_000, 'invalid_json'),
-    ('[' * 100 + ']' * 100, 'invalid_json'),
+    ('', 'malformed'),
+    ('search("Ann")', 'malformed'),
+    (SEARCH[:-1], 'malformed'),
+    (SEARCH * 2, 'malformed'),
+    (SEARCH.replace('"', "'"), 'malformed'),
+    ('1' * 5000, 'malformed'),
+    ('[' * 100_000, 'malformed'),
+    ('[' * 100 + ']' * 100, 'malformed'),
   ],
 )
 def test_a_call_has_a_status_and_a_reason(text, status):
@@ -154,7 +169,7 @@ def test_a_lone_surrogate_is_replaced():
 def test_a_schema_that_is_none_refuses_nothing_and_raises_nothing(parameters):
   schema = calls.schema('f', '', parameters)
   assert calls.parse(written('f', a='x'), [schema]).status == 'ok'
-  assert calls.parse(written('f', a=[[]]), [schema]).status != 'invalid_json'
+  assert calls.parse(written('f', a=[[]]), [schema]).status != 'malformed'
   assert calls.parse(written('f', a=None), [schema]).status == 'ok'
 
 
@@ -171,6 +186,201 @@ def test_a_tool_of_one_text_gets_the_text_and_others_the_call():
   assert json.loads(calls.read(text, [opening.SCHEMA]).arguments) == {
     'id': '7', 'piece': 2,
   }  # fmt: skip
+
+
+# In XML.
+
+ANY = calls.schema('f', '', {
+  'type': 'object',
+  'properties': {
+    's': {'type': 'string'}, 'i': {'type': 'integer'}, 'n': {'type': 'number'},
+    'b': {'type': 'boolean'}, 'a': {'type': 'array'}, 'o': {'type': 'object'},
+    'maybe': {'anyOf': [{'type': 'integer'}, {'type': 'null'}]},
+    'either': {'type': ['integer', 'string']},
+    'inside': {'$ref': '#/$defs/Inside'}, 'any': {},
+  },
+  '$defs': {'Inside': {'type': 'object'}},
+})  # fmt: skip
+
+
+def of_xml(text, schemas=(*SCHEMAS, ANY), closed=True):
+  return calls.parse(text, schemas, closed, 'xml')
+
+
+def argument(name, text):
+  return f'<function=f>\n<parameter={name}>\n{text}\n</parameter>\n</function>'
+
+
+@pytest.mark.parametrize(
+  'name, text, value',
+  [
+    ('s', 'Ann', 'Ann'),
+    ('s', '', ''),
+    ('s', '\n a\n\nb \n', '\n a\n\nb \n'),  # without the template's newlines
+    ('s', '7', '7'),
+    ('s', 'null', 'null'),
+    ('s', '"Ann"', '"Ann"'),
+    ('s', 'a < b <i>c</i> </p', 'a < b <i>c</i> </p'),
+    ('i', '7', 7),
+    ('i', ' 7 ', 7),
+    ('i', '7.0', 7),
+    ('n', '-2.5', -2.5),
+    ('n', '1e-07', 1e-07),
+    ('b', 'True', True),
+    ('b', 'false', False),
+    ('a', '["x", 1]', ['x', 1]),
+    ('o', '{"x": null}', {'x': None}),
+    ('maybe', 'None', None),
+    ('maybe', 'null', None),
+    ('maybe', '7', 7),
+    ('maybe', '2.5', 2.5),  # for the tool to refuse, as in JSON
+    ('either', '7', 7),
+    ('either', 'seven', 'seven'),
+    ('inside', '{"x": [1]}', {'x': [1]}),
+    ('any', '7', '7'),
+    ('other', '7', '7'),
+  ],
+)
+def test_a_value_has_the_type_of_its_schema(name, text, value):
+  call = of_xml(argument(name, text))
+  assert call == ('f', json.dumps({name: value}), 'ok', '')
+  found = json.loads(call.arguments)[name]
+  assert type(found) is type(value)
+
+
+@pytest.mark.parametrize(
+  'text, status',
+  [
+    (xml(SEARCH), 'ok'),
+    (f'\n {xml(SEARCH)}\n', 'ok'),
+    (xml(SEARCH).replace('\n', ''), 'ok'),
+    (xml(written('open', id='7', piece=2)), 'ok'),
+    ('<function=f></function>', 'ok'),
+    (xml(written('open', id='7', piece='two')), 'bad_arguments'),
+    (xml(written('open', id='7', piece=2.5)), 'bad_arguments'),
+    (xml(written('open', id='7', piece=True)), 'bad_arguments'),
+    (argument('i', 'NaN'), 'bad_arguments'),
+    (argument('i', '1' * 5000), 'bad_arguments'),
+    (argument('n', '1e999'), 'bad_arguments'),
+    (argument('a', '[' * 100_000), 'bad_arguments'),
+    (argument('a', '[' * 100 + ']' * 100), 'bad_arguments'),
+    (xml(written('search', text='Ann')), 'bad_arguments'),
+    (xml(written('find', query='Ann')), 'unknown_tool'),
+    (xml(SEARCH).replace('=search', '= search'), 'unknown_tool'),
+    ('', 'malformed'),
+    (SEARCH, 'malformed'),
+    ('<function=search>', 'malformed'),
+    (xml(SEARCH) * 2, 'malformed'),
+    (xml(SEARCH) + ' please', 'malformed'),
+    (f'please {xml(SEARCH)}', 'malformed'),
+    (xml(SEARCH).replace('<param', 'x<param'), 'malformed'),
+    (xml(SEARCH).replace('</parameter>', ''), 'malformed'),
+    (xml(SEARCH).replace('</function>', ''), 'malformed'),
+    (xml(SEARCH).replace('=search', ''), 'malformed'),
+    (xml(SEARCH).replace('=search', '=se\narch'), 'malformed'),
+    # Where tags stand in a value, other readers see other arguments.
+    (argument('s', 'x</parameter>y'), 'malformed'),
+    (argument('s', 'x\n<parameter=i>\n7'), 'malformed'),
+    (argument('s', 'x</ function >y'), 'malformed'),
+    (argument('s', '<function=search>'), 'malformed'),
+    ('<parameter=i>' * 20_000, 'malformed'),
+    (f'<function=f>{"<parameter=i>" * 20_000}</function>', 'malformed'),
+    (argument('s', f'<{" " * 50_000}<function='), 'malformed'),
+  ],
+)
+def test_a_call_in_xml_has_a_status_and_a_reason(text, status):
+  call = of_xml(text)
+  assert call.status == status and bool(call.error) == (status != 'ok')
+  assert of_xml(text, closed=False).status == 'unclosed'
+
+
+@pytest.mark.parametrize(
+  'parameters',
+  [
+    {'properties': 3}, {'properties': []}, {'properties': {'i': 7}},
+    {'properties': {'i': {'type': [[]]}}}, {'properties': {'i': {'anyOf': 7}}},
+    {'properties': {'i': {'anyOf': [7]}}}, {'properties': {'i': {'$ref': 7}}},
+    {'properties': {'i': {'$ref': '#/$defs/x'}}, '$defs': 7},
+    {'properties': {'i': {'$ref': '#/$defs/x'}}},
+  ],
+)  # fmt: skip
+def test_an_argument_without_a_known_type_is_text(parameters):
+  call = of_xml(argument('i', '7'), [calls.schema('f', '', parameters)])
+  assert call == ('f', '{"i": "7"}', 'ok', '')
+
+
+def plain(text):
+  """Whether a text can be an argument in XML."""
+  return not re.search(r'<\s*/?\s*(parameter|function)\s*[=>]', text)
+
+
+LETTERS = st.characters(codec='utf-8')
+WORDS = st.text(LETTERS, max_size=9) | st.sampled_from(
+  ['None', 'true', '7', '\n', '<b>', '</tool_response>', '"x"', '{"s": 1}']
+)
+JSON = st.recursive(
+  st.none() | st.booleans() | st.integers() | WORDS,
+  lambda x: st.lists(x, max_size=3) | st.dictionaries(WORDS, x, max_size=3),
+  max_leaves=6,
+)
+NUMBERS = st.floats(allow_nan=False, allow_infinity=False)
+ARGUMENTS = st.fixed_dictionaries({}, optional={
+  's': WORDS, 'i': st.integers(), 'n': NUMBERS, 'b': st.booleans(),
+  'a': st.lists(JSON, max_size=3), 'any': WORDS,
+  'o': st.dictionaries(WORDS, JSON, max_size=3),
+  'maybe': st.integers() | st.none(),
+})  # fmt: skip
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(ARGUMENTS, min_size=1, max_size=3))
+def test_what_the_chat_template_writes_is_read_back(many):
+  tok, start = scripted.chatting('xml'), [{'role': 'user', 'content': 'x'}]
+  made = [{'function': {'name': 'f', 'arguments': a}} for a in many]
+  reply = {'role': 'assistant', 'content': '', 'tool_calls': made}
+  text = tok.chat([*start, reply], [ANY], reply=False)
+  text = text.removeprefix(tok.chat(start, [ANY])).removesuffix('<|im_end|>\n')
+  inside = text.removeprefix('<tool_call>').removesuffix('</tool_call>')
+  read = [*map(of_xml, inside.split('</tool_call>\n<tool_call>'))]
+  for call, arguments in zip(read, many, strict=True):
+    if plain(json.dumps(arguments)):
+      assert (call.status, json.loads(call.arguments)) == ('ok', arguments)
+    else:
+      assert call.status == 'malformed'
+
+
+MODEL = types_of.SimpleNamespace(model_type='qwen3_5')
+FORM = get_response_template(None, types_of.SimpleNamespace(config=MODEL))
+
+
+PIECES = st.sampled_from([
+  '<function=f>', '</function>', '<parameter=s>', '</parameter>',
+  '< / parameter >', 'Ann', '\n',
+]) | st.builds(
+  '<parameter={0}>{1}{2}{1}</parameter>'.format,
+  st.sampled_from('s i n b a o any'.split()),
+  st.sampled_from(['', '\n']),
+  WORDS | st.sampled_from(['-7', '2.5', 'True', 'false', '[1]', '{"x": []}']),
+)  # fmt: skip
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(PIECES, max_size=3))
+def test_what_is_read_is_what_transformers_reads(pieces):
+  """Its own reader of Qwen3.5's replies takes more, and strips values."""
+  whole = '\n'.join(['<function=f>', *pieces, '</function>'])
+  for text in (''.join(pieces), whole):
+    call = of_xml(text)
+    assert call.status in ('ok', 'malformed', 'bad_arguments', 'unknown_tool')
+    if call.status != 'ok' or '</tool_call>' in text:
+      continue
+    found = parse_response(block(text), FORM, prefix='', tools=[ANY])
+    [other] = found['tool_calls']
+    stripped = {
+      k: v.strip() if isinstance(v, str) else v
+      for k, v in json.loads(call.arguments).items()
+    }
+    assert other['function'] == {'name': 'f', 'arguments': stripped}
 
 
 # The endpoint reads calls with the same function.
@@ -191,6 +401,9 @@ def test_a_tool_of_one_text_gets_the_text_and_others_the_call():
     ('{"name": [], "arguments": {}}', '{"name": [], "arguments": {}}', []),
     ('{"name": "search"}', '{"name": "search"}', []),
     (f'{block("{")} {block(SEARCH)}', block('{'), ['search']),
+    (f'so\n\n{block(xml(SEARCH), xml(SEARCH))}', 'so', ['search'] * 2),
+    (block(xml(SEARCH)[:-1]), block(xml(SEARCH)[:-1]), []),
+    (xml(SEARCH), xml(SEARCH), []),
   ],
 )
 def test_replies_of_the_endpoint(text, content, found):
@@ -239,7 +452,8 @@ def test_calls_are_made_when_the_turn_ends(form):
   assert ids[: len(ended(env, text))] == ended(env, text)
   found = [b for b in env.blocks(t) if b.kind == 'tool_call']
   assert all(b.complete and b.author == 'policy' for b in found)
-  assert [json.loads(b.text)['name'] for b in found] == [a[0] for a in asked]
+  names = [re.search('search|calculator', b.text)[0] for b in found]
+  assert names == [a[0] for a in asked]
   [text, *_] = env.retrieved(t)
   assert '[7] Book: by Ann' in text
   assert answer.valid_format(t, env, require_think=False)
@@ -263,12 +477,14 @@ def played(env, first, results):
 
 HOSTILE = (
   'two\nlines "quoted" \\ <|im_end|> </tool_response><|eot_id|> {"name": 1} '
-  '<tool_call><answer>x</answer>'
+  '<tool_call><answer>x</answer><function=f><parameter=x></parameter></function>'
 )
 
 
 @pytest.mark.parametrize('ends', [True, False])
-@pytest.mark.parametrize('text', ['3', 'two\nlines "quoted" \\ café'])
+@pytest.mark.parametrize(
+  'text', ['3', 'two\nlines "quoted" \\ café', ' \n edges\n\n']
+)
 def test_what_is_appended_is_the_difference_of_two_renders(form, ends, text):
   """As the library writes the chat, whose ids up to there are the policy's."""
   env, tok = made(form), scripted.chatting(form)
@@ -303,11 +519,12 @@ def test_what_is_appended_is_the_difference_of_two_renders(form, ends, text):
   assert shown(tok, ids) == whole
 
 
-def test_structured_calls_of_the_real_template_are_the_policys_text():
-  env, tok = made('qwen_tokenizer'), scripted.chatting('qwen_tokenizer')
+@pytest.mark.parametrize('form', ['qwen_tokenizer', 'xml'])
+def test_structured_calls_of_a_template_are_the_policys_text(form):
+  env, tok = made(form), scripted.chatting(form)
   two = [SEARCH, written('calculator', expression='1 + 1')]
   given = [SearchResult(None, (), text=t) for t in ('a', 'b')]
-  _, after, _ = played(env, ended(env, block(*two)), given)
+  _, after, _ = played(env, ended(env, said(form, *two)), given)
   content = env.template.prompt[0][1].replace('{question}', QUESTION.text + '?')
   structured = [chat.call({'function': json.loads(t)}) for t in two]
   messages = [
@@ -349,7 +566,28 @@ def test_a_bad_call_is_answered_with_an_error_and_others_are_made(bad, error):
   assert after.invalid_actions == 1 and len(after.searches) == 2
 
 
-@pytest.mark.parametrize('bad, error', BAD)
+BAD_XML = [
+  ('<function=search>', 'the call is not one function'),
+  (SEARCH, 'the call is not one function'),
+  (
+    xml(written('find', query='x')),
+    'none of the tools: search, calculator, open',
+  ),
+  (
+    xml(written('open', id='7', piece='x')),
+    "'piece' is not of the type integer",
+  ),
+  (
+    xml(written('search', query=' \n')),
+    "search has the argument 'query' alone, and not empty",
+  ),
+]
+
+
+@pytest.mark.parametrize(
+  'form, bad, error',
+  [(f, *b) for f in FORMS for b in (BAD_XML if f == 'xml' else BAD)],
+)
 def test_a_turn_of_bad_calls_alone_looks_up_nothing(form, bad, error):
   env = made(form)
   text = (
@@ -444,7 +682,7 @@ def test_a_failed_tool_fails_the_trajectory():
 FRAMES = ('<tool_response>', '</tool_response>')
 
 
-@pytest.mark.parametrize('form', ['hermes', 'llama'])
+@pytest.mark.parametrize('form', ['hermes', 'xml', 'llama'])
 @settings(max_examples=40, deadline=None)
 @given(
   st.lists(
@@ -469,16 +707,15 @@ def test_results_share_the_limit_and_hold_no_tags(form, texts, limit):
   [seen] = [s for s in new if s.kind == 'information']
   # With what begins the next reply.
   assert len(seen.ids) <= limit + len(env._head)
-  text = shown(tok, seen.ids)
-  if form == 'hermes':
+  text = shown(tok, seen.ids[: len(seen.ids) - len(env._head)])
+  if form != 'llama':
     assert text.count('<tool_response>') == len(texts)
     assert text.count('</tool_response>') == len(texts)
   else:
-    quoted = tok.decode(seen.ids).removeprefix('ipython\n\n')
-    quoted = quoted.removesuffix('assistant\n\n')
+    quoted = tok.decode(tok.encode_template(text)).removeprefix('ipython\n\n')
     assert isinstance(json.loads(quoted), str)  # escaped as JSON
   assert seen.ids.tolist().count(env._calls.end) == 1
-  for tag in itertools.chain(*filter(all, env.template.tags.values())):
+  for tag in env.template.protected:
     assert tag in FRAMES or tag not in text
 
 
@@ -541,7 +778,7 @@ def test_a_tokenizer_whose_template_shows_no_tools_is_refused(tmp_path):
   'old, new, form',
   [
     ('', '', 'llama_tools'),  # calls of another format
-    ('{"name": "', '<function=', 'qwen_tools'),  # Qwen3.5's
+    ('{"name": "', '<function=', 'qwen_tools'),  # begun as Qwen3.5's
     ('}</tool_call>', '</tool_call>', 'qwen_tools'),
   ],
 )
@@ -550,29 +787,33 @@ def test_a_chat_template_that_writes_other_calls_is_refused(
 ):
   tok = rewritten(tmp_path, old, new)
   config, template = scripted.env_config(), prompts.load(form)
-  with pytest.raises(ValueError, match=f'{form}.* JSON.*COPY'):
+  with pytest.raises(ValueError, match=f'{form}.* json or xml.*COPY'):
     envs.SearchEnv(tok, template, config, 'template', 3, FUNCTIONS)
 
 
-def rewritten(folder, old, new):
-  """The tokenizer 'hermes' with a change of its chat template."""
-  text, special = scripted.CHATS['hermes']
+def rewritten(folder, old, new, form='hermes'):
+  """A tokenizer of CHATS with a change of its chat template."""
+  text, special = scripted.CHATS[form]
   assert old in text
   scripted.altered(folder, special=special)
   (folder / 'chat_template.jinja').write_text(text.replace(old, new))
   return scripted.tokenizing.load(folder)
 
 
-def test_every_turn_begins_in_the_thought_that_the_template_opens(tmp_path):
-  begins = "'<|im_start|>assistant\\n"
-  tok = rewritten(tmp_path, begins, begins + '<think>\\n')
+@pytest.mark.parametrize('form', ['hermes', 'xml'])
+def test_every_turn_begins_in_the_thought_that_the_template_opens(
+  tmp_path, form
+):
+  begins, closes = "'<|im_start|>assistant\\n", '<think>\\n\\n</think>\\n\\n'
+  old = begins + closes * (form == 'xml')  # Qwen3.5's own do, from 4B on
+  tok = rewritten(tmp_path, old, begins + '<think>\\n', form)
   config = scripted.env_config(max_turn_tokens=2000)
   template = prompts.load('qwen_tools')
   for turns in (4, 0):
     config.max_turns = turns
     env = envs.SearchEnv(tok, template, config, 'template', 3, FUNCTIONS)
-    thought = f'shall I {block(SEARCH)}?</think>'
-    one, two = ended(env, thought + block(SEARCH)), ended(env, thought)
+    thought = f'shall I {said(form, SEARCH)}?</think>'
+    one, two = ended(env, thought + said(form, SEARCH)), ended(env, thought)
     script = [one, two, thought + ANSWER]
     state, actions = scripted.play(env, script[-1 - turns :], [passage('x')])
     t = env.trajectory(state)
@@ -664,21 +905,43 @@ def malformed(rng):
   return text
 
 
-def test_malformed_calls_raise_nothing_and_are_not_ok():
+def malformed_xml(rng):
+  """The same for calls in XML."""
+  good = rng.choice([SEARCH, written('open', id='7', piece=2)])
+  how = rng.randrange(4)
+  if how == 0:
+    good = good.replace('"open"', '"find"').replace('query', 'text')
+    return xml(good.replace('2', '"two"'))
+  good = xml(good)
+  if how == 1:
+    at = rng.choice([n for n, c in enumerate(good) if c in '<>/='])
+    return good[:at] + rng.choice(['', '\x00', '\n']) + good[at + 1 :]
+  if how == 2:
+    return good[: rng.randrange(len(good))]
+  tag = rng.choice(re.findall('<[^>]*>', good))
+  return good.replace(tag, rng.choice(['', tag * 2]))
+
+
+MALFORMED = {'json': malformed, 'xml': malformed_xml}
+
+
+@pytest.mark.parametrize('form', MALFORMED)
+def test_malformed_calls_raise_nothing_and_are_not_ok(form):
   rng = random.Random(0)
   for _ in range(5000):
-    text = malformed(rng)
-    call = calls.parse(text, SCHEMAS)
+    text = MALFORMED[form](rng)
+    call = calls.parse(text, SCHEMAS, form=form)
     assert call.status != 'ok' and call.error, text
 
 
 @pytest.mark.long
-@pytest.mark.parametrize('form', ['hermes', 'llama'])
+@pytest.mark.parametrize('form', ['hermes', 'xml', 'llama'])
 def test_a_fuzz_of_malformed_calls_executes_nothing(form):
   env, rng = made(form), random.Random(1)
   start, action = env.reset(QUESTION)
   for _ in range(5000):
-    texts = [malformed(rng) for _ in range(rng.randrange(1, 3))]
+    bad = MALFORMED['xml' if form == 'xml' else 'json']
+    texts = [bad(rng) for _ in range(rng.randrange(1, 3))]
     text = texts[0] if form == 'llama' else block(*texts)
     if rng.random() < 0.2:
       text = text.removesuffix('</tool_call>')
@@ -727,7 +990,7 @@ def random_chat(rng):
     for _ in range(rng.randrange(3)):
       made = [
         {'id': str(n), 'type': 'function', 'function': {
-          'name': rng.choice(names), 'arguments': {'q': words()}}}
+          'name': rng.choice(names), 'arguments': {'q': words() + control()}}}
         for n in range(rng.randrange(1, 4))
       ]  # fmt: skip
       content = words() if rng.random() < 0.5 else ''
@@ -747,8 +1010,9 @@ def random_chat(rng):
   return messages, tools
 
 
-def test_chats_with_tools_are_rendered_as_the_library_renders_them():
-  tok = scripted.tokenizer('qwen_tokenizer')
+@pytest.mark.parametrize('form', ['qwen_tokenizer', 'xml'])
+def test_chats_with_tools_are_rendered_as_the_library_renders_them(form):
+  tok = scripted.chatting(form)
   rng = random.Random(0)
   for _ in range(200):
     messages, tools = random_chat(rng)

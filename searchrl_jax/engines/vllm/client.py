@@ -76,7 +76,7 @@ class VllmEngine(core.Engine):
     EngineError: servers that cannot be started, or an invalid URL.
   """
 
-  handle_type = Handle
+  handle_type, exact = Handle, families.SERVED
   # `warmup` has no effect: a server compiles before it answers.
   min_temperature = 0.01  # vLLM raises temperatures between 0 and 0.01 to 0.01
 
@@ -112,7 +112,7 @@ class VllmEngine(core.Engine):
       published.write_serving_folder(
         folder / 'serving', model, tokenizer.path, config.dtype, config.max_len
       )
-      self._sidecars = _start(config, folder, model_cfg.lora)
+      self._sidecars = _start(config, folder, model_cfg)
       urls = [sidecar.url for sidecar in self._sidecars]
     del model['tied']  # a server may hold a tied model untied
     self._servers = [
@@ -425,9 +425,7 @@ def lora_flags(adapters: decoder.Lora | None) -> dict[str, Any]:
   return {'enable_lora': True, **most}
 
 
-def _start(
-  config, folder: pathlib.Path, adapters: decoder.Lora | None = None
-) -> list[launcher.Sidecar]:
+def _start(config, folder: pathlib.Path, cfg) -> list[launcher.Sidecar]:
   """Starts the servers of config.engine.device in parallel.
 
   Raises:
@@ -435,6 +433,8 @@ def _start(
       with this process.
   """
   devices: list[dict] = [{'cpu': True, 'kv_cache_gib': config.kv_cache_gib}]
+  if cfg.delta:  # vLLM caches their states with prompts in parts (`host`)
+    devices[0]['no_enable_prefix_caching'] = True
   if config.device != 'cpu':
     share = {'gpu_memory_utilization': config.gpu_memory}
     groups = config.device.removeprefix('gpus:').split(';')
@@ -452,7 +452,7 @@ def _start(
       enable_sleep=config.sleep,
       start_timeout_s=config.start_seconds,
       load_format='dummy',
-      **lora_flags(adapters),
+      **lora_flags(cfg.lora),
       **devices[n],
     )
 
@@ -469,9 +469,9 @@ def capacity(model_cfg, config, tokens: int) -> int:
     EngineError: a model that no server may hold.
   """
   core.require(
-    not model_cfg.delta,
+    not model_cfg.delta or config.sync == 'full' and not model_cfg.lora,
     f"config.engine.module='vllm': family {model_cfg.family} has delta nets, "
-    'whose fused tensors are not verified; use another model, or '
+    "which need config.engine.sync='full' and model.lora.rank=0; or use "
     "config.engine.module='jax'",
   )
   more = config.url.count(',') if config.url else config.device.count(';')

@@ -6,7 +6,7 @@ vLLM mixes `Worker` into its own worker class,
 
 and POST /collective_rpc calls its methods. Loading uses vLLM's own loaders, and
 checksums read the tensors used for computing, so an error in one cannot hide an
-error in the other. The module depends on three properties of vLLM 0.32:
+error in the other. The module depends on four properties of vLLM 0.32:
 
 * On CPU a linear layer packs its matrix for oneDNN and drops the original, so
   no parameter shows the values in use. The checksums multiply unit vectors
@@ -16,21 +16,25 @@ error in the other. The module depends on three properties of vLLM 0.32:
 * On CPU the output head packs its own copy even of an embedding that it is
   tied to; vLLM's reload does not update it. `searchrl_load` packs it again.
 * A tensor that is missing in a reload keeps its old value, with a warning.
+* A delta net's `A_log` is float32 whatever the dtype, its norm is not
+  (`families.SERVED`). On some CPUs its convolution is packed.
 
 This module imports no JAX, and torch and vLLM only when they are used.
 """
 
 from collections.abc import Iterator, Mapping
 import dataclasses
+import math
 import pathlib
 from typing import Any
 
 import numpy as np
 
+from searchrl_jax import lookup
 from searchrl_jax.engines.vllm import hashes
 from searchrl_jax.engines.weights import delta, published
 from searchrl_jax.engines.weights.published import Published
-from searchrl_jax.models import hf_config, hf_tensors
+from searchrl_jax.models import families, hf_config, hf_tensors
 
 # Parts of vLLM's fused layers: (layer, its n-th part).
 _FUSED = {
@@ -39,6 +43,10 @@ _FUSED = {
   'v_proj': ('qkv_proj', 2),
   'gate_proj': ('gate_up_proj', 0),
   'up_proj': ('gate_up_proj', 1),
+  'in_proj_qkv': ('in_proj_qkvz', range(3)),  # three of its parts
+  'in_proj_z': ('in_proj_qkvz', 3),
+  'in_proj_b': ('in_proj_ba', 0),
+  'in_proj_a': ('in_proj_ba', 1),
 }
 _PROBE = 1 << 22  # elements of one product with unit vectors
 
@@ -73,6 +81,9 @@ class Worker:
     """
     before, changed = getattr(self, '_searchrl_published', None), None
     model = self.model_runner.get_model()
+    if hasattr(model, 'get_mamba_state_shape_from_config'):
+      what = 'a server of a model with delta nets has one worker: one GPU'
+      lookup.require(self.parallel_config.world_size == 1, what, RuntimeError)
     if changes:
       alone = self.parallel_config.world_size == 1
       fast = bool(before) and alone and _plain(model, before)
@@ -157,7 +168,11 @@ class Worker:
   def _searchrl_report(self, sums, shapes) -> dict[str, list]:
     dtype = _dtype_name(self.model_config.dtype)
     return {
-      name: [dtype, list(shapes[name]), *(s & 0xFFFFFFFF for s in total)]
+      name: [
+        families.dtype_of(name, dtype, families.SERVED),
+        list(shapes[name]),
+        *(s & 0xFFFFFFFF for s in total),
+      ]
       for name, total in sums.items()
     }
 
@@ -195,7 +210,7 @@ def _modules(model, weights: Published) -> Iterator[tuple[Any, str, list]]:
     yield module, kind, [part for part in parts if part is not None]
 
 
-def _find(name: str) -> tuple[str, str, int]:
+def _find(name: str) -> tuple[str, str, int | range]:
   """The module with a tensor of a checkpoint, 'weight' or 'bias', and which
   part of that the tensor is."""
   *parents, leaf, kind = name.split('.')
@@ -203,7 +218,7 @@ def _find(name: str) -> tuple[str, str, int]:
   return '.'.join([*parents, leaf]), kind, n
 
 
-def _part(module, tensor: hf_tensors.Tensor, n: int) -> Part | None:
+def _part(module, tensor: hf_tensors.Tensor, n) -> Part | None:
   """The n-th part of a module; None: another worker reports it."""
   rows, first_row, first_column = _local(module, n)
   return rows and _place(tensor, rows, first_row, first_column)
@@ -211,7 +226,7 @@ def _part(module, tensor: hf_tensors.Tensor, n: int) -> Part | None:
 
 def _place(tensor, rows: slice, first_row: int, first_column: int) -> Part:
   n_rows = tensor.shape[0]
-  n_columns = tensor.shape[1] if len(tensor.shape) > 1 else 1
+  n_columns = math.prod(tensor.shape[1:])
   steps = (1, n_rows) if tensor.n_in else (n_columns, 1)
   layer = (tensor.layer or 0) * n_rows * n_columns
   start = layer + first_row * steps[0] + first_column * steps[1]
@@ -240,7 +255,7 @@ def _own(module):
   return getattr(module, 'base_layer', module)
 
 
-def _local(module, n: int) -> tuple[slice | None, int, int]:
+def _local(module, n: int | range) -> tuple[slice | None, int, int]:
   """The rows of the n-th part in the module's tensor, and the first row and
   column in the whole tensor. The rows are None if another worker reports them.
   """
@@ -251,7 +266,9 @@ def _local(module, n: int) -> tuple[slice | None, int, int]:
     own = module.shard_indices
     return slice(0, own.num_org_elements), own.org_vocab_start_index, 0
   rank = getattr(module, 'tp_rank', None)
-  if rank is None:  # a norm: replicated
+  # A norm is replicated; a delta net, which has vectors of its own, is whole
+  # (see `searchrl_load`).
+  if rank is None or not hasattr(module, 'output_partition_sizes'):
     from vllm.distributed import get_tensor_model_parallel_rank
 
     return (None if get_tensor_model_parallel_rank() else slice(None)), 0, 0
@@ -265,8 +282,9 @@ def _local(module, n: int) -> tuple[slice | None, int, int]:
       rank, replica = divmod(rank, module.num_kv_head_replicas)
       if replica:
         return None, 0, 0
-  begin = sum(sizes[:n])
-  return slice(begin, begin + sizes[n]), rank * sizes[n], 0
+  own = n if isinstance(n, range) else range(n, n + 1)
+  begin, size = sum(sizes[: own.start]), sum(sizes[own.start : own.stop])
+  return slice(begin, begin + size), rank * size, 0
 
 
 def _blocks(module, kind: str, dtype) -> Iterator[tuple[int, Any]]:
@@ -284,8 +302,30 @@ def _blocks(module, kind: str, dtype) -> Iterator[tuple[int, Any]]:
       units[:, first:].fill_diagonal_(1)
       yield first, module.quant_method.apply(module, units, bias=None)
     return
+  if hasattr(module, '_cpu_unpacked_conv_weight'):
+    tensor = _unpacked(module)
+  dtype = torch.float32 if kind == 'A_log' else dtype  # see families.SERVED
   tensor = tensor.detach().to(dtype)
-  yield 0, tensor[None] if tensor.ndim == 1 else tensor.T
+  yield 0, tensor[None] if tensor.ndim == 1 else tensor.flatten(1).T
+
+
+def _unpacked(conv):
+  """The values in use of a convolution that vLLM has packed on a CPU.
+
+  The copy that vLLM keeps beside them is of no use to tell what they are.
+  Where packing puts each element is read off the packed digits of its index,
+  which bfloat16 holds exactly.
+  """
+  import torch
+  from vllm import _custom_ops as ops
+
+  shape = conv._cpu_unpacked_conv_weight.shape
+  index = torch.arange(shape.numel()).reshape(shape)
+  digits = [(index // n % 256).to(conv.weight.dtype) for n in (1, 256)]
+  low, high = (ops.causal_conv1d_weight_pack(d).long() for d in digits)
+  out = torch.empty(shape.numel(), dtype=conv.weight.dtype)
+  out[(low + 256 * high).flatten()] = conv.weight.detach().flatten()
+  return out.reshape(shape)
 
 
 def _sums(block, part: Part, first: int) -> tuple[int, int]:

@@ -50,36 +50,38 @@ def _sums(x, offset):
   return jnp.stack(jax.lax.reduce((low, high), zeros, add, range(x.ndim)))
 
 
-@functools.partial(jax.jit, static_argnames='dtype')
-def _all(parts: dict, dtype):
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _all(parts: dict, dtype, exact):
   out = {}
   for name, arrays in parts.items():
     offset, total = 0, jnp.zeros(2, jnp.uint32)
     for x in arrays:
-      kind = _kind(name, x, dtype)
+      kind = _kind(name, x, dtype, exact)
       total += _sums(x.astype(kind), offset & 0xFFFFFFFF)
       offset += x.size
     out[name] = total
   return out
 
 
-def _kind(name: str, x, dtype: str | None) -> str:
-  return families.dtype_of(name, dtype) if dtype else x.dtype.name
+def _kind(name: str, x, dtype: str | None, exact) -> str:
+  return families.dtype_of(name, dtype, exact) if dtype else x.dtype.name
 
 
-def checksums(parts: dict, dtype: str | None = None) -> dict[str, str]:
+def checksums(
+  parts: dict, dtype: str | None = None, exact=families.EXACT
+) -> dict[str, str]:
   """{name: 'dtype[shape]:16 hex digits'}.
 
   parts: {name: array, or a list of arrays that stack on a new first axis}.
   dtype: checksum the tensors as cast to it (an engine may hold bfloat16 of a
-  float32 trainer; but see `families.dtype_of`); None: as they are.
+  float32 trainer); None: as they are. exact: `families.EXACT`, of the engine.
   """
   lists = {k: v if isinstance(v, list) else [v] for k, v in parts.items()}
-  sums = jax.device_get(_all(lists, dtype))
+  sums = jax.device_get(_all(lists, dtype, exact))
   out = {}
   for name, (first, *_) in lists.items():
     stacked = (len(parts[name]),) * isinstance(parts[name], list)
-    kind = _kind(name, first, dtype)
+    kind = _kind(name, first, dtype, exact)
     out[name] = _text(kind, (*stacked, *first.shape), *map(int, sums[name]))
   return out
 

@@ -61,7 +61,7 @@ def _served(x, tensor: hf_tensors.Tensor, dtype, turn: int) -> jax.Array:
 
 def _checksums(flat, dtype: str, known: Mapping[str, str] | None):
   if known is None:
-    return checksum.checksums(flat, dtype)
+    return checksum.checksums(flat, dtype, families.SERVED)
   return {name: known[name] for name in flat}
 
 
@@ -110,8 +110,9 @@ class Publisher:
       'shapes': {name: tuple(flat[name].shape) for name in sorted(flat)},
     }
     done = published.Published(pathlib.Path(), **extras)
-    dtype, tensors = jnp.dtype(self._dtype), {}
+    tensors = {}
     for i, t in enumerate(done.table.values()):
+      dtype = jnp.dtype(done.dtype_of(t.name))
       make = functools.partial(_served, flat[t.path], t, dtype, i)
       tensors[t.name] = checkpoint.Deferred(t.shape, dtype, make)
     self._delete_deltas()

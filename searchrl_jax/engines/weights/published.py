@@ -103,6 +103,11 @@ class Published(Weights):
       # Else a private map: torch warns of arrays that it could not write to.
       return np.memmap(file, dtype, mode, shape=shape)
 
+  def dtype_of(self, name: str) -> str:
+    """Of a tensor by its Hugging Face name."""
+    path = self.table[name].path
+    return families.dtype_of(path, self.dtype, families.SERVED)
+
   def open(self, name: str) -> ts.TensorStore:
     """The store of a tensor; reads only its description.
 
@@ -112,7 +117,8 @@ class Published(Weights):
     kvstore = {'driver': 'file', 'path': str(self._folder(name))}
     # Otherwise a missing chunk would read as zeros.
     spec = dict(driver='zarr', kvstore=kvstore, fill_missing_data_reads=False)
-    expected = dict(dtype=ts.dtype(self.dtype), shape=self.table[name].shape)
+    dtype, shape = ts.dtype(self.dtype_of(name)), self.table[name].shape
+    expected = dict(dtype=dtype, shape=shape)
     with self._checked(name):
       return ts.open(spec, open=True, read=True, **expected).result()
 

@@ -22,7 +22,7 @@ from searchrl_jax.engines import core
 from searchrl_jax.engines.core import Engine, Sampling, SyncReport
 from searchrl_jax.engines.weights import checksum
 from searchrl_jax.engines.weights.checksum import compare as compare
-from searchrl_jax.models import decoder
+from searchrl_jax.models import decoder, families
 from searchrl_jax.types import Prompt, Question
 
 _CANARY = (
@@ -43,13 +43,15 @@ def canary_ids(env, questions: Sequence[Question], tokens: int = 64):
   return ids[: min(tokens, env.config.max_tokens - 8)]
 
 
-def checksums(params: dict, dtype: str | None = None) -> dict[str, str]:
+def checksums(
+  params: dict, dtype: str | None = None, exact=families.EXACT
+) -> dict[str, str]:
   """Tensor name -> checksum of the parameters that are published.
 
   dtype: of the engine's copy ('bfloat16' of float32 parameters); None if it
-  does not cast them.
+  does not cast them. exact: see `core.Engine`.
   """
-  return checksum.checksums(decoder.flatten(params), dtype)
+  return checksum.checksums(decoder.flatten(params), dtype, exact)
 
 
 async def sync_and_verify(
@@ -77,7 +79,7 @@ async def sync_and_verify(
     SyncError: names the tensor, or the check that failed, and the figures.
   """
   canary = [int(i) for i in canary_ids]
-  published = published or checksums(params, engine.dtype)
+  published = published or checksums(params, engine.dtype, engine.exact)
   probes = [(e, e.open(Prompt(tuple(canary)))) for e in engine.replicas]
   try:
     # Fill the cache under the old weights.
