@@ -60,7 +60,8 @@ class Instruction:
   op: str
   group: tuple[int, ...]  # of a collective
   channel: str = ''  # of a collective
-  value: int | None = None  # of an integer constant; of a tuple's element
+  # Of an integer constant; the number of a parameter, or of a tuple's element.
+  value: int | None = None
 
   @property
   def results(self) -> tuple[Shape, ...]:
@@ -295,11 +296,12 @@ class Program:
     inner: dict[str, Instruction] = {}
     if i.opcode == 'fusion':
       inner = self.computations[i.called[0]]
-    parameters = [p for p in inner.values() if p.opcode == 'parameter']
+    # In the text they stand in any order.
+    parameters = {p.value: p for p in inner.values() if p.opcode == 'parameter'}
     total = 0
     for at, operand in enumerate(i.operands):
       size = members[operand].stored if operand in members else 0
-      if at < len(parameters):
+      if at in parameters:
         size = min(size, _sliced(parameters[at], inner, size))
       elif i.opcode.removesuffix('-start') in _SLICES and not at:
         size = min(size, i.nbytes)
@@ -381,7 +383,7 @@ def _values(
 def _value(opcode: str, inside: str, attributes: str) -> int | None:
   if opcode == 'get-tuple-element':
     inside = re.search(r'\bindex=(\d+)', attributes)[1]
-  elif opcode != 'constant':
+  elif opcode not in ('constant', 'parameter'):
     return None
   return int(inside) if inside.isdecimal() else None
 

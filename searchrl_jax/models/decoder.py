@@ -328,9 +328,11 @@ def _attention(p: dict, cfg: DecoderConfig, h, rope, mix: Callable, mesh):
 
 def _delta_net(p: dict, cfg: DecoderConfig, h, mix: Callable):
   """The same of a delta net."""
-  x, z, b, a = (
-    project(p, cfg, h, f'delta_{n}') for n in ('qkv', 'z', 'b', 'a')
-  )
+  x, z = (project(p, cfg, h, f'delta_{n}') for n in ('qkv', 'z'))
+  if sharding.platform() == 'gpu':
+    # Else XLA makes one product of all four, and copies the matrices for it.
+    h = jax.lax.optimization_barrier(h)
+  b, a = (project(p, cfg, h, f'delta_{n}') for n in 'ba')
   x, z = (checkpoint_name(y, 'attention') for y in (x, z))
   g, beta = deltanet.gates(a, b, p['delta_a_log'], p['delta_dt_bias'])
   o = mix(p['delta_conv'], x, g, beta)

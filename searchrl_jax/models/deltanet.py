@@ -95,6 +95,11 @@ def convolve(x, w, positions, before=None):
     before = jnp.zeros((B, taps - 1, M), x.dtype)
   rows = jnp.concatenate([before, x], 1).astype(jnp.float32)
   w, out = w[:, 0].astype(jnp.float32), jnp.zeros((), jnp.float32)
+  if T == 1 and sharding.platform() == 'cpu':
+    # A sum that XLA computes once, not in each loop that needs a part of it.
+    near = (positions >= jnp.arange(taps)[::-1])[..., None]
+    out = jnp.sum(jnp.where(near, rows * w.T, 0.0), 1, keepdims=True)
+    return jax.nn.silu(out).astype(x.dtype)
   for j in range(taps):
     at = taps - 1 - j
     near = (positions >= j)[..., None]
@@ -209,18 +214,44 @@ def written(state, k, u, g):
   return decay * state + k[..., None] * u[:, :, None]
 
 
-def step(q, k, v, g, beta, state):
-  """One token: outputs float32 [B, V, E], u, and the state after it.
+def _sums(terms, axis):
+  """Of two arrays, in one pass over what both are computed of."""
+  zeros = [jnp.zeros((), x.dtype) for x in terms]
+  add = lambda a, b: [p + q for p, q in zip(a, b)]
+  return jax.lax.reduce(terms, zeros, add, (axis,))
 
-  Arguments: those of `chunked`, without T. The state is read once for both
-  sums over it, before it decays: o = S^T q + (k q) u.
+
+def step(q, k, v, beta, state, ks, us, left):
+  """One token: outputs float32 [B, V, E], and u.
+
+  Arguments: those of `chunked`, without T, but the state is that before C
+  earlier tokens, which is read once, and these are in a log: with
+  S = left_0 state + sum_i left_i k_i u_i^T, u = beta (v - S^T k) and
+  o = S^T q + (k q) u.
+
+  Args:
+    ks, us: [B, C, K, H] and [B, C, V, E], what the earlier tokens wrote.
+    left: [B, 1 + C, V], what decays, this token's too, leave of the state and
+      of these. 0: what is there is not read.
   """
-  decay = jnp.exp(g)[..., None]
-  wide = lambda x: jnp.repeat(x, v.shape[1] // x.shape[1], axis=1)
-  of_q, of_k = (decay * jnp.sum(wide(x)[..., None] * state, -2) for x in (q, k))
+  wide = lambda x, axis=1: jnp.repeat(x, v.shape[1] // k.shape[1], axis=axis)
+  sums = _sums
+  if sharding.platform() == 'cpu':
+    # In one pass XLA uses no vectors, and computes q and k again for each line.
+    sums = lambda terms, axis: [jnp.sum(x, axis) for x in terms]
+  later = left[:, 1:, :, None]
+  us = jnp.where(later != 0, us, 0.0)
+
+  def left_of(scores):  # [B, C, K] -> [B, C, V, 1]
+    return jnp.where(later != 0, later * wide(scores, 2)[..., None], 0.0)
+
+  scores = map(left_of, sums([x[:, None] * ks for x in (q, k)], 3))
+  logged = _sums([x * us for x in scores], 1)
+  kept = sums([wide(x)[..., None] * state for x in (q, k)], 2)
+  of_q, of_k = (left[:, 0, :, None] * x + y for x, y in zip(kept, logged))
   u = beta[..., None] * (v - of_k)
   near = wide(jnp.sum(q * k, -1, keepdims=True))
-  return of_q + near * u, u, written(state, k, u, g)
+  return of_q + near * u, u
 
 
 def causal(s: Sizes, w, x, g, beta, positions, segments, mesh=None):

@@ -109,6 +109,23 @@ def test_traffic_counts_slices_and_inner_loops():
   assert hlo.Program(TEXT).traffic(lambda loop, _: not loop) == last
 
 
+def test_parameters_of_a_fusion_are_known_by_their_numbers():
+  """XLA prints them in any order: of x a slice is read, y whole."""
+  text = """HloModule m
+%fused (p0: f32[16], p1: f32[4]) -> f32[4] {
+  %p1 = f32[4]{0} parameter(1)
+  %p0 = f32[16]{0} parameter(0)
+  %part = f32[4]{0} slice(%p0), slice={[0:4]}
+  ROOT %sum = f32[4]{0} add(%part, %p1)
+}
+ENTRY %main (x: f32[16], y: f32[4]) -> f32[4] {
+  %x = f32[16]{0} parameter(0)
+  %y = f32[4]{0} parameter(1)
+  ROOT %sum = f32[4]{0} fusion(%x, %y), kind=kLoop, calls=%fused
+}"""
+  assert hlo.Program(text).traffic() == 16 + 16 + 16
+
+
 def test_small_results_stay_near():
   """Until more is moved than the cache holds; they are written all the same.
 

@@ -5,12 +5,13 @@ import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from searchrl_jax.devices import sharding
 from searchrl_jax.engines.core import EngineError, Sampling, WeightsUpdate
-from searchrl_jax.engines.jax import device
+from searchrl_jax.engines.jax import caches, device, states
 from searchrl_jax.engines.jax import engine as engine_lib
 from searchrl_jax.engines.weights import sync
 from searchrl_jax.models import decoder, deltanet
@@ -236,6 +237,23 @@ def test_neither_lane_nor_order_shows(monkeypatch, by_rows):
   base.test_neither_lane_nor_order_shows(monkeypatch, by_rows)
 
 
+def test_a_token_writes_no_state():
+  """The states of all slots may be as large as the weights."""
+  held = caches.abstract(CFG, 2, 64, chunk=4)[0]
+  x = jnp.zeros((2, 1, CFG.delta.channels))
+  g = beta = jnp.zeros((2, 1, CFG.delta.value_heads))
+  w = jnp.zeros((CFG.delta.channels, 1, CFG.delta.taps))
+
+  def token(held, t):
+    rows = jnp.full(2, True), jnp.zeros((2, 1), int)
+    return states.step(CFG, held, t, *rows, w, x, g, beta, None)[1]
+
+  running = jax.eval_shape(states.begin, held, jnp.zeros(2, int))
+  traced = jax.make_jaxpr(token)(running, 1).jaxpr
+  after = [v for v in traced.outvars if v.aval.shape == held.state.shape]
+  assert after == traced.invars[:1]
+
+
 def test_a_group_prefills_its_prompt_once(engine):
   before = dict(engine.stats())
 
@@ -359,7 +377,7 @@ def test_half_precision_keeps_decays_and_states_whole():
   assert whole == {'delta_a_log', 'delta_norm'}
   held = engine._device._caches[0][0]
   assert held.state.dtype.name == held.u.dtype.name == 'float32'
-  assert held.before.dtype.name == 'bfloat16'
+  assert held.x.dtype.name == 'bfloat16'
 
 
 @pytest.mark.long

@@ -106,6 +106,30 @@ def test_a_strong_decay_costs_what_follows_no_digits():
   assert error(got, want) <= 1e-6 and error(left, after) <= 1e-6
 
 
+def test_tokens_behind_a_log_are_the_recurrence():
+  """Whatever the lines hold that are not written yet."""
+  rng = np.random.default_rng(0)
+  T = 5
+  q, k, v, g, beta = given = inputs(rng, 2, T)
+  state = rng.normal(size=(2, 4, 8, 12))
+  want, after = recurrence(*given, np.zeros((2, T)), state)
+  ks, us, got = np.full_like(k, np.nan), np.full_like(v, np.nan), []
+  step = jax.jit(deltanet.step)
+  for t in range(T):
+    left = np.zeros((2, 1 + T, 4))
+    for i in range(t + 1):  # of the state, then of each line
+      left[:, i] = np.exp(g[:, i : t + 1].sum(1))
+    now = (x[:, t] for x in (q, k, v, beta))
+    args = (jnp.asarray(x, jnp.float32) for x in (*now, state, ks, us, left))
+    o, u = step(*args)
+    ks[:, t], us[:, t] = k[:, t], u
+    got.append(o)
+  assert error(np.stack(got, 1), want) <= 1e-6
+  for t in range(T):
+    state = deltanet.written(state, ks[:, t], us[:, t], g[:, t])
+  assert error(state, after) <= 1e-6
+
+
 @pytest.mark.long
 def test_gradients_are_those_of_the_recurrence():
   """Along random directions, by differences in float64."""

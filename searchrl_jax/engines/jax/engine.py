@@ -1,11 +1,12 @@
 """The in-process engine: continuous batching in JAX, exact in every bit.
 
 The result of a generate call is a function of only the history of its handle
-(prompt, sampled and appended tokens, seeds, versions): decoding always runs all
-slots of a lane (`device.lanes`), prefill at a row count and width from the
-row's own length, the random stream at (seed, position), and evicted prefixes
-come back from host memory bit for bit (see slots.py). Arrival order,
-concurrency, slots and evictions therefore have no effect (design 5.5, 5.10).
+(prompt, sampled and appended tokens, seeds, versions; with delta nets, where
+its calls began, see states.py): decoding always runs all slots of a lane
+(`device.lanes`), prefill at a row count and width from the row's own length,
+the random stream at (seed, position), and evicted prefixes come back from host
+memory bit for bit (see slots.py). Arrival order, concurrency, slots and
+evictions therefore have no effect (design 5.5, 5.10).
 With config.engine.exact=False a call has as few rows as hold what there is to
 compute (`decode.Shape`); their number may show in the last bits of log-probs,
 and by them in what is sampled.
