@@ -7,6 +7,7 @@ neutralised in outside text.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+import bisect
 import functools
 import itertools
 import re
@@ -265,20 +266,25 @@ def neutralised(
 
 
 def _taken_apart(template, parts: list[Part]) -> list[Part]:
-  tags = _tags(template)
-  whole, before = ''.join(t for t, _ in parts), None
+  tags, whole = _tags(template), ''.join(t for t, _ in parts)
   if not tags.search(whole):
     return parts
-  ours = [is_ours for t, is_ours in parts for _ in t]
-  while whole != before:  # a replacement may create a tag of several words
-    before, chars = whole, list(whole)
-    for match in tags.finditer(whole):
-      for n in range(*match.span()):
-        if not (ours[n] or chars[n].isalnum()):
-          chars[n] = ' '
+  starts = [*itertools.accumulate((len(t) for t, _ in parts), initial=0)]
+  ours = lambda n: parts[bisect.bisect_right(starts, n) - 1][1]
+  between = lambda n: whole[n] != ' ' and not whole[n].isalnum()
+  found, changed = lambda: (m.span() for m in tags.finditer(whole)), False
+  # A replacement may create a tag of several words.
+  while at := [
+    n for span in found() for n in range(*span) if between(n) and not ours(n)
+  ]:
+    chars, changed = list(whole), True
+    for n in at:
+      chars[n] = ' '
     whole = ''.join(chars)
-  rest = iter(whole)
-  return [(''.join(itertools.islice(rest, len(t))), m) for t, m in parts]
+  if not changed:
+    return parts
+  spans = itertools.pairwise(starts)
+  return [(whole[a:b], is_ours) for (a, b), (_, is_ours) in zip(spans, parts)]
 
 
 def _clean(text: str) -> str:
