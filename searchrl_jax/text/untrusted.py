@@ -6,8 +6,8 @@ parsed in our text only (tokenizer.encode_parts), and tags of the protocol are
 neutralised in outside text.
 """
 
-from collections.abc import Callable, Iterable, Sequence
 import bisect
+from collections.abc import Callable, Iterable, Sequence
 import functools
 import itertools
 import re
