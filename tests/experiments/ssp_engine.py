@@ -11,12 +11,12 @@ import numpy as np
 
 from experiments.ssp import world as worlds
 from searchrl_jax.engines.core import Completion
-from searchrl_jax.engines.jax.engine import JaxEngine
+from searchrl_jax.engines.jax import engine
 
 _FACT = r'{} (\w+) (\w+ \w+)'
 
 
-class Scripted(JaxEngine):
+class Scripted(engine.JaxEngine):
   async def generate(self, handle, sampling):
     text = self._tokenizer.decode(handle.ids)
     said = None
@@ -69,4 +69,4 @@ async def chance(groups, context):
   )
 
 
-make = Scripted
+make, capacity = Scripted, engine.capacity
