@@ -271,12 +271,14 @@ def check_engine(config: ConfigDict) -> None:
   schema.check(config)
   build.check_environment(config)
   sources = functools.partial(lookup.module, 'searchrl_jax.sources')
-  asked = ('engine', engines.module, 'capacity'), ('source', sources, 'make')
-  for field, find, also in asked:
+  for field, find, functions in (
+    ('engine', engines.module, ('make', 'capacity')),
+    ('source', sources, ('make',)),
+  ):
     name = config[field].module
     with lookup.of(f'config.{field}.module'):
       found = find(name)
-    for function in ('make', also):
+    for function in functions:
       lookup.require(
         hasattr(found, function),
         f'config.{field}.module={name!r} has no function {function}: it is a '

@@ -58,7 +58,6 @@ hypothesis.settings.load_profile('untimed')
 # saves 7 % of all the time.
 gc.set_threshold(50_000, 20, 20)
 
-
 if sys.version_info < (3, 11, 8):
   # What a collection of garbage runs (callbacks, finalizers, then any thread)
   # must not parse while ast.parse does: SystemError, python/cpython#106905.
@@ -75,7 +74,6 @@ if sys.version_info < (3, 11, 8):
         gc.enable()
 
   ast.parse = _parse_alone
-
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 # Models and losses must not mix dtypes by accident.

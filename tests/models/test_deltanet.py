@@ -106,8 +106,10 @@ def test_a_strong_decay_costs_what_follows_no_digits():
   assert error(got, want) <= 1e-6 and error(left, after) <= 1e-6
 
 
-def test_tokens_behind_a_log_are_the_recurrence():
+@pytest.mark.parametrize('platform', ['cpu', 'gpu'])  # sums in one pass, or not
+def test_tokens_behind_a_log_are_the_recurrence(platform, monkeypatch):
   """Whatever the lines hold that are not written yet."""
+  monkeypatch.setattr(deltanet.sharding, 'platform', lambda: platform)
   rng = np.random.default_rng(0)
   T = 5
   q, k, v, g, beta = given = inputs(rng, 2, T)

@@ -87,6 +87,21 @@ def test_words_are_found_in_scripts_without_spaces_too(text, gold):
   assert not metrics.exact_match(text, [gold])
 
 
+TEXTS = st.lists(
+  st.sampled_from(
+    ['the', 'a', 'U.S.', "o'n", 'Café', 'no', '東京', '京', '-', '" ', ' ']
+  )
+).map(''.join)
+
+
+@given(TEXTS, st.lists(TEXTS, max_size=2))
+def test_whole_words_are_found_wherever_they_stand(text, golds):
+  """By the words of the whole text, which a missing one makes needless."""
+  padded = lambda x: f' {" ".join(metrics.words(x))} '
+  want = any(metrics.normalise(g) and padded(g) in padded(text) for g in golds)
+  assert metrics.states(text, golds) == want
+
+
 def test_scores_of_scripts_without_spaces():
   # Of letters: 2 common ones of 3 and 2.
   assert metrics.f1('北京市', ['北京']) == 0.8
