@@ -87,7 +87,7 @@ class FakeEngine:
   `delay(text)`: seconds of a generation. `slots`: generations at a time.
   """
 
-  vocab_size, max_len, holds = 257, 10**6, 10**6
+  vocab_size, max_len, holds, piece = 257, 10**6, 10**6, 8
 
   def __init__(self, script, delay=lambda text: 0.0, slots=10**6):
     self.script, self.delay, self.slots = script, delay, slots

@@ -1,7 +1,8 @@
 """Tokens and text of a reply while it is sampled.
 
 `Streamed` samples in pieces. A draw depends on the seed and the position alone,
-so the in-process engine samples what one call would have sampled, bit for bit.
+so the in-process engine samples what one call would have sampled, bit for bit
+(with delta nets too, because a piece is a chunk: see engines/jax/states.py).
 Servers draw by the position at which a request begins: what they sample depends
 on the size of the pieces too.
 """
@@ -15,7 +16,6 @@ from searchrl_jax.engines.core import Completion, Handle, Sampling
 from searchrl_jax.engines.handles import Request
 from searchrl_jax.text import parser
 
-PIECE = 8  # tokens; as many as the in-process engine decodes in a call
 _CALL = '<tool_call>'  # with which a call begins, see `chat.read_calls`
 
 Tell = Callable[[Sequence[int]], None]  # new ids -> nothing
@@ -28,7 +28,7 @@ class Streamed:
     engine: `engines.core.Engine`.
     tokenizer: has the bytes of tokens, in which stop strings are found.
     tell: called on the event loop with the new ids of each piece.
-    piece: the most tokens of one.
+    piece: the most tokens of one; 0: engine.piece.
 
   Attributes:
     told: what the last call of `generate` has told; None: nothing yet.
@@ -36,9 +36,9 @@ class Streamed:
 
   told: Completion | None = None
 
-  def __init__(self, engine, tokenizer, tell: Tell, piece: int = PIECE):
+  def __init__(self, engine, tokenizer, tell: Tell, piece: int = 0):
     self._engine, self._tokenizer = engine, tokenizer
-    self._tell, self._piece = tell, piece
+    self._tell, self._piece = tell, piece or engine.piece
 
   def __getattr__(self, name: str) -> Any:
     return getattr(self._engine, name)

@@ -148,6 +148,7 @@ class Engine(Protocol):
   max_len: int  # tokens that one handle can hold
   dtype: str | None  # of its copy of the weights; None = the trainer's
   exact: tuple[str, ...] = families.EXACT  # of which these stay float32
+  piece: int = 8  # tokens that it samples at a time, to be told
   replicas: Sequence['Engine']  # verified one by one; itself, if there is one
   handle_type: type  # of `handles.Handle`
   # The lowest temperature above 0 that the engine distinguishes from 0.

@@ -25,7 +25,7 @@ class Speaker:
     slots: calls at a time.
   """
 
-  version = 3
+  version, piece = 3, 8
 
   def __init__(self, tok, script, delay=0.0, slots=10**6):
     self.tok, self.script, self.delay = tok, script, delay

@@ -55,6 +55,8 @@ class Chats(Tokens):
 class Engine:
   """Samples letters by seed and position; keeps what it was asked after."""
 
+  piece = 8
+
   def __init__(self):
     self.asked, self.opened = [], 0
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from searchrl_jax.devices import sharding
+from searchrl_jax.endpoint.streaming import Streamed
 from searchrl_jax.engines.core import EngineError, Sampling, WeightsUpdate
 from searchrl_jax.engines.jax import caches, device, states
 from searchrl_jax.engines.jax import engine as engine_lib
@@ -252,6 +253,20 @@ def test_a_token_writes_no_state():
   traced = jax.make_jaxpr(token)(running, 1).jaxpr
   after = [v for v in traced.outvars if v.aval.shape == held.state.shape]
   assert after == traced.invars[:1]
+
+
+def test_what_is_told_while_it_is_sampled_is_one_call():
+  """Pieces of another size than a chunk would show in last bits."""
+  engine = make_engine(chunk=3)
+  streamed = Streamed(engine, engine._tokenizer, lambda ids: None)
+
+  async def sampled(engine):
+    handle = engine.open(prompt(engine, 9))
+    out = await engine.generate(handle, Sampling(max_tokens=11, seed=1))
+    engine.close(handle)
+    return bits(out)
+
+  assert asyncio.run(sampled(streamed)) == asyncio.run(sampled(engine))
 
 
 def test_a_group_prefills_its_prompt_once(engine):

@@ -65,7 +65,7 @@ class JaxEngine(core.Engine):
     shape = decode.Shape(*sizes, exact=config.exact)
     names = _COUNTERS, 'decode prefill sync'
     super().__init__(model_cfg.vocab_size, tokenizer, config, *names)
-    self.version = 0
+    self.version, self.piece = 0, config.chunk
     cfg = dataclasses.replace(model_cfg, dtype=config.dtype, remat='none')
     self._token_bytes = bytes_per_token(cfg)
     places, width = room(cfg, config), shape.widths[-1]
