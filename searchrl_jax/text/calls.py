@@ -16,6 +16,7 @@ template of its tokenizer; what follows its reply is this template's text too.
 """
 
 from collections.abc import Mapping, Sequence
+import functools
 import itertools
 import json
 import math
@@ -123,12 +124,17 @@ def _types(parameters: Mapping, name: str) -> set[str]:
   """Those that a schema, which may be no good one, allows an argument."""
   of = lambda x, key: x.get(key) if isinstance(x, Mapping) else None
   listed = lambda x: x if isinstance(x, list) else [x]
-  own, types = of(of(parameters, 'properties'), name), []
-  choices = (of(own, key) for key in ('anyOf', 'oneOf', 'allOf'))
-  for way in (own, *itertools.chain.from_iterable(map(listed, choices))):
-    if isinstance(place := of(way, '$ref'), str):
-      way = of(of(parameters, '$defs'), place.rpartition('/')[2])
+  ways, types, seen = [of(of(parameters, 'properties'), name)], [], set()
+  while ways:
+    way = ways.pop()
     types += listed(of(way, 'type'))
+    for key in ('anyOf', 'oneOf', 'allOf'):
+      ways += listed(of(way, key) or [])
+    if isinstance(place := of(way, '$ref'), str) and place not in seen:
+      seen.add(place)
+      keys = (key.replace('~1', '/') for key in place.split('/')[1:])
+      keys = (key.replace('~0', '~') for key in keys)
+      ways.append(functools.reduce(of, keys, parameters))
   return {t for t in types if isinstance(t, str) and t in _TYPES}
 
 

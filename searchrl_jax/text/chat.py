@@ -72,7 +72,7 @@ def call(given: Any, where: str = '') -> dict[str, Any]:
   function = given.get('function') if isinstance(given, dict) else None
   good = isinstance(function, dict) and isinstance(function.get('name'), str)
   require(good, f'{where}: a call without a function and its name', ChatError)
-  arguments = function.get('arguments', '{}')
+  arguments = function.get('arguments') or '{}'
   if isinstance(arguments, str):
     try:
       arguments = json.loads(arguments)

@@ -198,8 +198,12 @@ ANY = calls.schema('f', '', {
     'maybe': {'anyOf': [{'type': 'integer'}, {'type': 'null'}]},
     'either': {'type': ['integer', 'string']},
     'inside': {'$ref': '#/$defs/Inside'}, 'any': {},
+    'older': {'$ref': '#/definitions/or~1and'},
+    'alike': {'$ref': '#/properties/o'}, 'loop': {'$ref': '#/properties/loop'},
+    'deep': {'anyOf': [{'oneOf': [{'$ref': '#/properties/older'}]}]},
   },
   '$defs': {'Inside': {'type': 'object'}},
+  'definitions': {'or/and': {'allOf': [{'type': 'object'}]}},
 })  # fmt: skip
 
 
@@ -237,6 +241,10 @@ def argument(name, text):
     ('either', '7', 7),
     ('either', 'seven', 'seven'),
     ('inside', '{"x": [1]}', {'x': [1]}),
+    ('older', '{"x": [1]}', {'x': [1]}),
+    ('alike', '{}', {}),
+    ('deep', '{}', {}),
+    ('loop', '{}', '{}'),
     ('any', '7', '7'),
     ('other', '7', '7'),
   ],
