@@ -32,9 +32,9 @@ SETS = {
   # What TTRL asks, without answers, and the others.
   'asked': ('qa_dev.jsonl.gz', {'source': 'nq*', 'n': 160}),
   'rest': ('qa_dev.jsonl.gz', {'source': 'nq*', 'n': 160, 'rest': True}),
-  'hotpotqa': ('qa_dev.jsonl.gz', {'source': 'hotpotqa*', 'n': 300}),
-  '2wiki': ('qa_dev.jsonl.gz', {'source': '2wiki*', 'n': 300}),
-  'musique': ('qa_dev.jsonl.gz', {'source': 'musique*', 'n': 300}),
+  'hotpotqa': ('qa_dev.jsonl.gz', {'source': 'hotpot*'}),
+  '2wiki': ('qa_dev.jsonl.gz', {'source': '2wiki*'}),
+  'musique': ('qa_dev.jsonl.gz', {'source': 'musique*'}),
 }
 ROLLOUTS = {'eval.temperature': 1.0}
 # Numbers of traces of supervised arms. 'tune' chooses one (`results.chosen`).

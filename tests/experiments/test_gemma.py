@@ -147,9 +147,10 @@ def test_every_arm_can_run(folder, monkeypatch):
   with gzip.open(folder / 'qa_train.jsonl.gz', 'rt') as file:
     lines = [json.loads(line) for line in file]
   with gzip.open(folder / 'qa_dev.jsonl.gz', 'wt') as file:
-    for source in ('nq', 'hotpotqa', '2wiki', 'musique'):
+    # As the data has them.
+    for source in ('nq_qed', 'hotpot', '2wiki', 'musique'):
       for n, line in enumerate(2 * lines):  # more than are drawn
-        about = {'id': f'{source}{n}', 'source': f'{source}_dev'}
+        about = {'id': f'{source}{n}', 'source': f'{source}_dev200'}
         file.write(json.dumps(line | about) + '\n')
   monkeypatch.setenv(data.ENV_DIR, str(folder))
   sweep = rows.get_sweep(f'model=small,made={folder}')
