@@ -180,15 +180,21 @@ def read_calls(text: str, tools: Sequence[Mapping]) -> tuple[str, list[Call]]:
   schema does not allow are for the client to judge.
   """
   found: list[Call] = []
-  first, *others = text.split(_OPEN)
-  rest = [first]
-  for part in others:
-    inner, closing, after = part.partition(_CLOSE)
+  first, opening, rest = text.partition(_OPEN)
+  kept = [first]
+  while opening:
+    # A value may have an opening tag in it; the first closing one ends a call.
+    inner, closing, after = rest.partition(_CLOSE)
     form = 'xml' if inner.lstrip().startswith('<') else 'json'
     call = parse(inner, tools, bool(closing), form)
-    found.extend([call] * bool(call.arguments))
-    rest.append(after if call.arguments else f'{_OPEN}{part}')
+    if call.arguments:
+      found.append(call)
+      rest = after
+    else:
+      kept.append(_OPEN)
+    between, opening, rest = rest.partition(_OPEN)
+    kept.append(between)
   if not found:
     whole = parse(text.strip(), tools)
     return ('', [whole]) if whole.arguments else (text, found)
-  return ''.join(rest).strip(), found
+  return ''.join(kept).strip(), found

@@ -1,5 +1,6 @@
 """Chats as programs send them, and replies with calls."""
 
+import json
 import types
 
 import pytest
@@ -25,6 +26,14 @@ def test_a_call_that_is_not_closed_stays_text():
   text, calls = chat.read_calls(f'a {blank}{call} b <tool_call>', tools)
   assert text == f'a {blank} b <tool_call>'
   assert [c.name for c in calls] == ['f']
+
+
+def test_a_value_may_hold_the_tag_that_opens_a_call():
+  call = {'name': 'f', 'arguments': {'x': 'a <tool_call> b'}}
+  text = f'say <tool_call>{json.dumps(call)}</tool_call> end'
+  rest, (found,) = chat.read_calls(text, TOOLS)
+  assert rest == 'say  end'
+  assert json.loads(found.arguments) == call['arguments']
 
 
 def test_arguments_that_cannot_be_read_stay_as_they_are_written():
