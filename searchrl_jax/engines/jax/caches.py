@@ -161,7 +161,7 @@ def attend(cfg, q, k, v, positions, window: int = 0, mesh=None, slots=None):
     return new, total * shrink + more, o * shrink + extra
 
   one = T == 1 and not cpu
-  if one and live.fits(q, v) and not _divided():
+  if one and live.fits(q, v):
     total, o = 1.0, _live(q, k, v, positions, window, time, mesh)
   elif one:
     # One kernel reads the scores, and writes weights in half precision.
@@ -230,22 +230,17 @@ def _by_row(add, q, k, v, positions, window, time, slots):
   return [x[back] for x in sums[1:]]
 
 
-def _divided() -> bool:
-  """Whether `sharding.by_rows` leaves an axis to the compiler: it cannot divide
-  a kernel."""
-  here = jax.sharding.get_abstract_mesh()
-  return not here.empty and len(here.manual_axes) < len(sharding.AXES)
-
-
 def _live(q, k, v, positions, window, time, mesh):
   """`live.attend`: float32 [B, K, G, 1, H]. Each device has its own heads."""
 
   def local(q, k, v, positions):
     return live.attend(q[:, :, :, 0], k, v, positions[:, 0], window, time)[0]
 
-  # Within `by_rows`, this is one device.
-  inside = not jax.sharding.get_abstract_mesh().empty
-  if mesh is not None and mesh.size > 1 and not inside:
+  # Within `by_rows`, only `tensor` may be left to divide.
+  here = jax.sharding.get_abstract_mesh()
+  mesh = mesh if here.empty else here
+  left = {a for a in sharding.AXES if mesh and a not in mesh.manual_axes}
+  if left and mesh.size > 1:
     part = sharding.spec(mesh, ('batch', 'kv_heads', None, None), k.shape)
     rows = sharding.spec(mesh, ('batch', None), positions.shape)
     local = jax.shard_map(
@@ -253,6 +248,7 @@ def _live(q, k, v, positions, window, time, mesh):
       mesh=mesh,
       in_specs=(part, part, part, rows),
       out_specs=part,
+      axis_names=left,
       check_vma=False,
     )
   return local(q, k, v, positions)[:, :, :, None]
