@@ -421,8 +421,9 @@ def _group(attributes: str) -> tuple[int, ...]:
 def dot_flops(jaxpr: Any, times: int = 1) -> int:
   """FLOPs of the matrix products of a traced program on all devices.
 
-  Loops count by their length (a `while` once), branches by the largest, and
-  attention kernels by their products: 4 B N T S H forward, 10 backward.
+  Loops count by their length (a `while` once), branches by the largest,
+  attention kernels by their products (4 B N T S H forward, 10 backward), and
+  kernels of Pallas by what they declare, where they do.
   """
   total = 0
   for eqn in jaxpr.eqns:
@@ -442,6 +443,9 @@ def dot_flops(jaxpr: Any, times: int = 1) -> int:
     if name == 'scan':
       repeats = eqn.params['length']
     if name == 'pallas_call':
+      if declared := eqn.params['cost_estimate']:
+        total += times * declared.flops
+        continue
       repeats = math.prod(eqn.params['grid_mapping'].grid)
     if name == 'shard_map':  # its shapes are those of one device
       mesh, manual = eqn.params['mesh'], eqn.params['newly_manual_axes']

@@ -33,6 +33,8 @@ RULES = {
   'kv_heads': ('tensor',),
   'head_dim': (),
   'mlp': ('tensor',),
+  'experts': ('tensor', 'fsdp'),
+  'served_experts': ('tensor',),
   'channels': ('tensor',),  # of a convolution
   'norm': (),
   'rank': (),  # of an adapter

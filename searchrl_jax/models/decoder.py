@@ -1,4 +1,4 @@
-"""One decoder for Qwen2/2.5/3/3.5, Llama 2/3.x and Gemma 3.
+"""One decoder for Qwen2/2.5/3/3.5, Qwen3 MoE, Llama 2/3.x and Gemma 3.
 
 Axis letters: B sequences, T query tokens, S key tokens, V vocabulary, D model,
 N/K query/kv heads, H head dim, F feed-forward, L layers.
@@ -9,7 +9,7 @@ that have one are stacked. `block` is the one definition of a layer: training
 and the sampler differ in the `mix` function that they pass to it (of whole
 sequences, or through a cache). What a family fixes is in `families.Family`;
 layers of one model may differ in their window and RoPE, or be delta nets
-(`Layer`).
+(`Layer`), or have experts in place of one feed-forward network.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,14 @@ import jax.numpy as jnp
 
 from searchrl_jax import lookup
 from searchrl_jax.devices import sharding
-from searchrl_jax.models import attention, deltanet, families, remat, rotary
+from searchrl_jax.models import (
+  attention,
+  deltanet,
+  experts,
+  families,
+  remat,
+  rotary,
+)
 from searchrl_jax.models.products import dense
 
 
@@ -49,7 +56,7 @@ class Lora:
 
 # Of a layer: name -> leading axes of its matrix that are its input.
 PROJECTIONS = {n: 1 + (n == 'o') for n in 'q k v o gate up down'.split()}
-_OF_DELTA = {f'delta_{n}': 1 + (n == 'o') for n in 'qkv z b a o'.split()}
+OF_DELTA = {f'delta_{n}': 1 + (n == 'o') for n in 'qkv z b a o'.split()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +72,7 @@ class DecoderConfig:
     local_theta: RoPE of local layers, which have no rope_scaling.
     rotary_dim: leading numbers of a head that RoPE rotates; None: all.
     delta: sizes of the delta nets, where there are any.
+    moe: of the experts, the same.
     dtype: of activations; logits are always float32.
     remat: 'none' or a key of `remat.SAVED`.
     scan_unroll: layers unrolled in each step of the scan.
@@ -89,6 +97,7 @@ class DecoderConfig:
   local_theta: float = 10_000.0
   rotary_dim: int | None = None
   delta: deltanet.Sizes | None = None
+  moe: experts.Sizes | None = None
   dtype: str = 'float32'
   remat: str = 'none'
   scan_unroll: int = 1
@@ -110,7 +119,8 @@ class DecoderConfig:
 
   def layers_with(self, name: str) -> list[int]:
     """The layers that have the parameter `layers/name`, in its order."""
-    return families.layers_with(vars(self), name)
+    moe = {'moe': self.moe and vars(self.moe)}
+    return families.layers_with(vars(self) | moe, name)
 
   @property
   def delta_layers(self) -> list[int]:
@@ -123,8 +133,14 @@ class DecoderConfig:
 
 
 def projections(cfg: DecoderConfig) -> dict[str, int]:
-  """Of a model's layers: name -> leading axes that are the matrix's input."""
-  return PROJECTIONS | (_OF_DELTA if cfg.delta else {})
+  """Of a model's layers: name -> leading axes that are the matrix's input.
+
+  Of a model with experts, those of attention: adapters of others would have the
+  names that PEFT has for adapters of experts.
+  """
+  known = PROJECTIONS | (OF_DELTA if cfg.delta else {})
+  of_mlp = ('gate', 'up', 'down') if cfg.moe else ()
+  return {name: n for name, n in known.items() if name not in of_mlp}
 
 
 def param_table(cfg: DecoderConfig) -> dict[str, tuple[tuple, tuple]]:
@@ -151,6 +167,8 @@ def param_table(cfg: DecoderConfig) -> dict[str, tuple[tuple, tuple]]:
     layers |= {f'{n}_post_norm': ((D,), ('norm',)) for n in ('attn', 'mlp')}
   if cfg.delta:
     layers |= deltanet.table(cfg.delta, D)
+  if cfg.moe:
+    layers |= experts.table(cfg.moe, D)
   if cfg.lora:
     inputs, r = projections(cfg), cfg.lora.rank
     for name in cfg.lora.targets:
@@ -220,13 +238,13 @@ def init_params(
   """Initial parameters: normal(scale), factors of norms 1, biases 0; no
   adapters.
 
-  Those of delta nets are `deltanet.initial`. `o` and `down` are divided by
-  sqrt(2 L), as GPT-2 does. embed_scale (of the embedding and an untied head)
-  defaults to `scale`.
+  Those of delta nets are `deltanet.initial`. `o` and `down`, of experts too,
+  are divided by sqrt(2 L), as GPT-2 does. embed_scale (of the embedding and an
+  untied head) defaults to `scale`.
   """
   small = scale / math.sqrt(2 * cfg.n_layers)
   embed = scale if embed_scale is None else embed_scale
-  scales = {'o': small, 'delta_o': small, 'down': small}
+  scales = dict.fromkeys(('o', 'delta_o', 'down', 'experts_down'), small)
   scales |= {'embed': embed, 'head': embed}
   flat = {}
   table = param_table(dataclasses.replace(cfg, lora=None))
@@ -285,7 +303,7 @@ def layers_of(cfg: DecoderConfig, positions) -> list[Layer]:
 
 def project(p: dict, cfg: DecoderConfig, x, name: str):
   """x [B, T, *I] through a projection of a layer, with adapter and bias."""
-  inputs = projections(cfg)[name]
+  inputs = (PROJECTIONS | OF_DELTA)[name]
   y = dense(x, p[name], inputs)
   if cfg.lora and name in cfg.lora.targets:
     if sharding.platform() == 'gpu':
@@ -359,11 +377,14 @@ def block(
   post = cfg.traits.post_norms
   x = x + (norm(cfg, o, p['attn_post_norm']) if post else o)
   h = norm(cfg, x, p['mlp_norm'])
-  gate, up = (project(p, cfg, h, name) for name in ('gate', 'up'))
   activation = ACTIVATIONS[cfg.traits.activation]
-  h = activation(checkpoint_name(gate, 'mlp')) * checkpoint_name(up, 'mlp')
-  h = sharding.constrain(h, mesh, 'batch', 'time', 'mlp')
-  h = project(p, cfg, h, 'down')
+  if 'router' in p:
+    h = experts.mix(p, cfg.moe, activation, h, mesh)
+  else:
+    gate, up = (project(p, cfg, h, name) for name in ('gate', 'up'))
+    h = activation(checkpoint_name(gate, 'mlp')) * checkpoint_name(up, 'mlp')
+    h = sharding.constrain(h, mesh, 'batch', 'time', 'mlp')
+    h = project(p, cfg, h, 'down')
   x = x + (norm(cfg, h, p['mlp_post_norm']) if post else h)
   return sharding.constrain(x, mesh, 'batch', 'time', 'features')
 
@@ -438,10 +459,12 @@ def _through(
   A scan over layers, in which RoPE may differ. A window within a sequence is a
   constant of its kernel, and a delta net has other parameters, so the scan is
   then over periods of `global_every` layers, and layers after the last whole
-  period follow it.
+  period follow it. Where some layers have experts and others have none, they
+  are one after another.
   """
   L, P = cfg.n_layers, cfg.global_every
-  if not (cfg.delta or 0 < cfg.window < longest) or P == 1:
+  mixed = cfg.moe and cfg.moe.dense
+  if not mixed and (not (cfg.delta or 0 < cfg.window < longest) or P == 1):
     kinds = list(dict.fromkeys(layer.window for layer in layers))
     ropes = [next(y.rope for y in layers if y.window == w) for w in kinds]
     which = None
@@ -466,7 +489,7 @@ def _through(
       x = apply(x, p, layers[i].rope, layers[i].window, layers[i].delta)
     return x
 
-  n = L // P
+  n = 0 if mixed else L // P
   # Of each stack, how many are in the whole periods.
   whole = {k: sum(i < n * P for i in own[k]) for k in stacked}
   if n:

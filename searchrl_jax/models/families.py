@@ -42,6 +42,7 @@ FAMILIES = {
   'llama': Family('Llama'),
   'qwen2': Family('Qwen2', qkv_bias=True),
   'qwen3': Family('Qwen3', qk_norm=True, head_dim=128),
+  'qwen3_moe': Family('Qwen3Moe', qk_norm=True),
   'gemma3_text': Family(
     'Gemma3',
     qk_norm=True,
@@ -61,7 +62,7 @@ FAMILIES = {
     'Qwen3_5', qk_norm=True, head_dim=256, norm_offset=1.0, gated_attention=True
   ),
 }
-GEMMA, QWEN35 = 'gemma3_text', 'qwen3_5_text'
+GEMMA, QWEN35, MOE = 'gemma3_text', 'qwen3_5_text', 'qwen3_moe'
 # A model of text and images -> the family of its text.
 TEXT = {'gemma3': GEMMA, 'qwen3_5': QWEN35}
 # What the published configs leave out: defaults of Gemma3TextConfig and
@@ -103,6 +104,12 @@ DELTA = {
   'key_dim': ('linear_key_head_dim', 128),
   'value_dim': ('linear_value_head_dim', 128),
   'taps': ('linear_conv_kernel_dim', 4),
+}
+# The same of `experts.Sizes`.
+EXPERTS = {
+  'count': ('num_experts', 128),
+  'chosen': ('num_experts_per_tok', 8),
+  'd_ff': ('moe_intermediate_size', 768),
 }
 # Parameters that are float32 in checkpoints, frozen and in an engine, whatever
 # the others are; and in a vLLM server.
@@ -158,10 +165,19 @@ NAMED |= {
     ('qwen3.5-27b', False, 48, 248320, 5120, 64, 24, 4, 256, 17408),
   )
 }
+NAMED['qwen3-30b-a3b'] = {
+  'model_type': MOE,
+  **_ALIKE,
+  'max_position_embeddings': 40_960,
+  'tie_word_embeddings': False,
+  'norm_topk_prob': True,
+  **{field: default for field, default in EXPERTS.values()},
+  **dict(zip(SIZES.values(), (151936, 2048, 48, 32, 4, 128, 6144))),
+}
 # The result of `hf_config.parse_config`: the architecture, not how it is run.
 _REST = (
   'family rope_theta rope_scaling norm_eps tied query_scale window '
-  'global_every local_theta rotary_dim delta'
+  'global_every local_theta rotary_dim delta moe'
 )
 FIELDS = (*SIZES, *_REST.split())
 # File names of tokenizers of every kind.
@@ -188,9 +204,14 @@ def layers_with(fields: Mapping[str, Any], name: str) -> list[int]:
   fields: FIELDS. name: of the parameter, 'q' or 'delta_conv'.
   """
   layers, every = range(fields['n_layers']), fields['global_every']
-  mixer = name.split('_')[0]
-  if fields['delta'] and mixer in ('delta', 'q', 'k', 'v', 'o'):
-    return [i for i in layers if (mixer == 'delta') == bool((i + 1) % every)]
+  part = name.split('_')[0]
+  if fields['delta'] and part in ('delta', 'q', 'k', 'v', 'o'):
+    return [i for i in layers if (part == 'delta') == bool((i + 1) % every)]
+  if part in ('router', 'experts', 'gate', 'up', 'down'):
+    # Publications of earlier versions have no such field.
+    dense = (fields.get('moe') or {'dense': layers})['dense']
+    in_dense = part not in ('router', 'experts')
+    return [i for i in layers if (i in dense) == in_dense]
   return [*layers]
 
 

@@ -9,7 +9,7 @@ import math
 import jax
 import numpy as np
 
-from searchrl_jax.models import decoder, lora
+from searchrl_jax.models import decoder, experts, lora
 from searchrl_jax.types import Batch
 
 # Dense bfloat16 peak, FLOP/s of one device, by jax's device_kind
@@ -55,13 +55,14 @@ def of_rows(cfg: decoder.DecoderConfig, lengths, loss_tokens: int) -> float:
   """FLOPs of a forward and backward pass over sequences of these lengths [B].
 
   PaLM, arXiv 2204.02311, appendix B: 6 n for each parameter of the layers'
-  matrices and token, 12 N H n^2 for the attention of a layer (causality not
-  discounted; of a shorter window w: 2 n w - w^2 in place of n^2), and 6 D V for
-  each loss token, as the head runs on those alone. Of a delta net, 24 for each
-  token and number of the state, by the recurrence: its decay, two reads and a
-  write. With adapters, 4 in place of each 6: frozen matrices have no gradient,
-  and the adapters' own products are left out. Recomputation, padding and the
-  optimizer are not counted. A forward pass alone is a third.
+  matrices and token (of experts, those that a token has), 12 N H n^2 for the
+  attention of a layer (causality not discounted; of a shorter window w:
+  2 n w - w^2 in place of n^2), and 6 D V for each loss token, as the head runs
+  on those alone. Of a delta net, 24 for each token and number of the state, by
+  the recurrence: its decay, two reads and a write. With adapters, 4 in place of
+  each 6: frozen matrices have no gradient, and the adapters' own products are
+  left out. Recomputation, padding and the optimizer are not counted. A forward
+  pass alone is a third.
   """
   n = np.asarray(lengths, np.float64)
 
@@ -77,9 +78,15 @@ def _flops(cfg, tokens, pairs: Callable, loss_tokens) -> float:
   mask lets through."""
   each, D, N = 4.0 if cfg.lora else 6.0, cfg.d_model, cfg.n_heads
   table = decoder.shapes_of(decoder.param_table(lora.base(cfg)))
-  names = [*decoder.projections(cfg), 'delta_conv']
-  shapes = (table.get(f'layers/{name}', (0,)) for name in names)
-  total = each * sum(map(math.prod, shapes)) * tokens
+  of = lambda names: sum(
+    math.prod(table.get(f'layers/{name}', (0,))) for name in names
+  )
+  matrices = of(
+    [*decoder.PROJECTIONS, *decoder.OF_DELTA, 'delta_conv', 'router']
+  )
+  if cfg.moe:
+    matrices += of(experts.MATRICES) * cfg.moe.chosen / cfg.moe.count
+  total = each * matrices * tokens
   for i in range(cfg.n_layers):
     if i not in cfg.delta_layers:
       total += 12 * N * cfg.head_dim * pairs(cfg.window_of(i) or np.inf)

@@ -110,6 +110,11 @@ _INTERVAL = 'full_attention_interval'
 _PARTIAL = 'partial_rotary_factor'
 # How RoPE counts the positions of images; those of text are plain.
 _MROPE = 'mrope_section', 'mrope_interleaved'
+# Another name of `num_experts`, which transformers 5 writes.
+_LOCAL_EXPERTS = 'num_local_experts'
+_NORMALISED = 'norm_topk_prob'
+# Layers without experts: all but each so many-th, and these.
+_DENSE = 'decoder_sparse_step', 'mlp_only_layers'
 # Layers that predict several tokens, which are left out.
 _MTP = 'mtp_num_hidden_layers', 'mtp_use_dedicated_embeddings'
 
@@ -123,6 +128,9 @@ def _used(name: str) -> set[str]:
   elif name == families.QWEN35:
     own = [field for field, _ in families.DELTA.values()]
     own += [*_OWN[name], *_MTP, _INTERVAL, _PARTIAL]
+  elif name == families.MOE:
+    own += [field for field, _ in families.EXPERTS.values()]
+    own += [_LOCAL_EXPERTS, _NORMALISED, *_DENSE]
   shared = (
     'model_type rms_norm_eps tie_word_embeddings layer_types rope_theta '
     'rope_scaling rope_parameters'
@@ -209,7 +217,7 @@ def parse_config(hf: Mapping[str, Any], strict: bool = True) -> dict[str, Any]:
       value = family.head_dim or sizes['d_model'] // sizes['n_heads']
     sizes[size] = _count(value, field)
   local = {'window': 0, 'global_every': 1, 'local_theta': 1e4}
-  local |= {'rotary_dim': None, 'delta': None}
+  local |= {'rotary_dim': None, 'delta': None, 'moe': None}
   scale = 1.0
   if name == families.GEMMA:
     own, hf = _local_layers(hf, sizes['n_layers'])
@@ -221,7 +229,9 @@ def parse_config(hf: Mapping[str, Any], strict: bool = True) -> dict[str, Any]:
     own, hf = _delta_layers(hf, sizes)
     local |= own
   else:
-    _refuse_sliding_window(hf, name == 'llama', sizes['n_layers'])
+    _refuse_sliding_window(hf, name, sizes['n_layers'])
+  if name == families.MOE:
+    local['moe'] = _experts(hf, sizes['n_layers'])
   theta, scaling = _rope(hf)
   return sizes | {
     'family': name,
@@ -286,6 +296,8 @@ def format_config(
   else:
     out['mlp_bias' if name == 'llama' else 'use_sliding_window'] = False
     other.append('layer_types')
+  if name == families.MOE:
+    out |= _expert_fields(fields['moe'])
   if name != 'qwen2':
     out['attention_bias'] = False
   return {k: v for k, v in out.items() if k not in other}
@@ -418,11 +430,54 @@ def _delta_fields(fields: Mapping[str, Any], rope: Mapping[str, Any]):
   }
 
 
-def _refuse_sliding_window(hf: Mapping[str, Any], llama: bool, n_layers: int):
-  # Qwen has a switch, off by default, and a first layer. A window in a Llama
-  # config has neither, and readers interpret it differently.
-  types, window = hf.get('layer_types'), hf.get('sliding_window')
-  first = hf.get('max_window_layers', 28)
+def _experts(hf: Mapping[str, Any], n_layers: int) -> dict[str, Any]:
+  """The fields of `experts.Sizes`."""
+  values = {}
+  for size, (field, default) in families.EXPERTS.items():
+    value = hf.get(field)
+    if value is None and size == 'count':
+      value = hf.get(_LOCAL_EXPERTS)
+    values[size] = _count(default if value is None else value, field)
+  count, chosen = values['count'], values['chosen']
+  other = hf.get(_LOCAL_EXPERTS)
+  good = other is None or other == count
+  _require(good, f'{_LOCAL_EXPERTS}={other!r}', f'num_experts={count}')
+  good = chosen <= count
+  _require(good, f'num_experts_per_tok={chosen}', f'at most {count} experts')
+  normalised = hf.get(_NORMALISED) or False
+  good = isinstance(normalised, bool)
+  _require(good, f'{_NORMALISED}={normalised!r}', 'true or false')
+  step, only = (hf.get(field) for field in _DENSE)
+  step = _count(1 if step is None else step, _DENSE[0])
+  only = only or []
+  good = isinstance(only, list | tuple) and all(type(i) is int for i in only)
+  _require(good, f'{_DENSE[1]}={only!r}', 'a list of layers, from 0')
+  dense = tuple(i for i in range(n_layers) if (i + 1) % step or i in only)
+  good = len(dense) < n_layers
+  _require(good, 'no layer with experts', 'one at least')
+  return values | {'normalised': normalised, 'dense': dense}
+
+
+def _expert_fields(moe: Mapping[str, Any]) -> dict[str, Any]:
+  """The inverse."""
+  sizes = {f: moe[s] for s, (f, _) in families.EXPERTS.items()}
+  return sizes | {
+    _LOCAL_EXPERTS: moe['count'],
+    _NORMALISED: moe['normalised'],
+    _DENSE[0]: 1,
+    _DENSE[1]: [*moe['dense']],
+  }
+
+
+def _refuse_sliding_window(hf: Mapping[str, Any], name: str, n_layers: int):
+  # Qwen has a switch, off by default, and a first layer, but with experts. A
+  # window in a Llama config has neither, and readers interpret it differently.
+  types, window, llama = (
+    hf.get('layer_types'),
+    hf.get('sliding_window'),
+    name == 'llama',
+  )
+  first = 0 if name == families.MOE else hf.get('max_window_layers', 28)
   on = llama or (hf.get('use_sliding_window', False) and first < n_layers)
   full = (
     not (window and on) if types is None else [*types] == n_layers * [_FULL]

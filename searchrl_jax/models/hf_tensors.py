@@ -42,8 +42,10 @@ class Tensor:
   name: str  # 'model.layers.3.self_attn.q_proj.weight'
   shape: tuple[int, ...]  # of the checkpoint's tensor
   path: str  # 'layers/q'
-  layer: int | None  # index on the leading axis of our array; None: not stacked
-  ours: tuple[int, ...]  # our shape, without L
+  # Index on the leading axis of our array, or of a layer and an expert on its
+  # two; None: not stacked.
+  layer: int | tuple[int, int] | None
+  ours: tuple[int, ...]  # our shape, without L, and without E of experts
   n_in: int = 0
 
   def to_ours(self, x):
@@ -58,6 +60,7 @@ class Tensor:
 
 
 _INPUTS = 'qkv', 'z', 'b', 'a'  # projections of a delta net
+_MLP = 'gate', 'up', 'down'
 # Our name -> (theirs, number of our leading axes that are their `in`).
 _NAMES = {
   'embed': ('model.embed_tokens.weight', 0),
@@ -73,7 +76,9 @@ _NAMES = {
   'delta_norm': ('linear_attn.norm.weight', 0),
   'delta_o': ('linear_attn.out_proj.weight', 2),
   'mlp_norm': ('post_attention_layernorm.weight', 0),
-  **{x: (f'mlp.{x}_proj.weight', 1) for x in ('gate', 'up', 'down')},
+  **{x: (f'mlp.{x}_proj.weight', 1) for x in _MLP},
+  'router': ('mlp.gate.weight', 1),
+  **{f'experts_{x}': (f'mlp.experts.{{}}.{x}_proj.weight', 1) for x in _MLP},
   'final_norm': ('model.norm.weight', 0),
   'head': ('lm_head.weight', 1),
 }
@@ -126,13 +131,18 @@ def table(
   for path, layer in places:
     name, n_in = names[path.split('/')[-1]]
     shape = tuple(shapes[path])
+    at: list[int | tuple[int, int] | None] = [None]
     if layer is not None:
       name, shape = f'model.layers.{layer}.{name}', shape[1:]
-      layer = layers[path].index(layer)
+      at = [layers[path].index(layer)]
+    if '{}' in name:  # of each expert
+      at, shape = [(*at, j) for j in range(shape[0])], shape[1:]
     hf = shape
     if n_in:
       hf = (math.prod(shape[n_in:]), math.prod(shape[:n_in]))
     elif path.endswith('_bias'):
       hf = (math.prod(shape),)
-    out[name] = Tensor(name, hf, path, layer, shape, n_in)
+    for j, place in enumerate(at):
+      own = name.format(j)
+      out[own] = Tensor(own, hf, path, place, shape, n_in)
   return out

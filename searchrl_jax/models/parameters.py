@@ -19,6 +19,7 @@ from searchrl_jax.devices import cluster, sharding
 from searchrl_jax.lookup import ConfigError
 from searchrl_jax.models import (
   decoder,
+  experts,
   families,
   gguf,
   hf_config,
@@ -124,6 +125,8 @@ def model_config(config: ConfigDict, vocab_size: int, needed: int = 0):
     f'the tokenizer has {needed or vocab_size} entries and the model '
     f'{cfg.vocab_size}: config.model.tokenizer does not belong to the model',
   )
+  own = (max(1, config.mesh[axis]) for axis in ('fsdp', 'tensor'))
+  experts.require_divisible(cfg.moe, *own)
   return cfg
 
 

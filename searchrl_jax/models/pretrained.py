@@ -25,6 +25,7 @@ from searchrl_jax.devices import sharding
 from searchrl_jax.models import (
   decoder,
   deltanet,
+  experts,
   families,
   hf_config,
   hf_tensors,
@@ -37,6 +38,8 @@ SINGLE = 'model.safetensors'
 _SHARDS = re.compile(r'model-\d+-of-(\d+)\.safetensors')  # of one checkpoint
 _VERL = {'fsdp': 'model_world_size_*_rank_*.pt', 'megatron': 'dist_ckpt'}
 _READ = ('F32', 'BF16', 'F16', 'F64')
+# All experts of a layer in one tensor [E, out, in], as transformers has them.
+_STACKED = re.compile(r'(.*\.mlp\.experts)\.(gate_up|down)_proj')
 _ROWS = 32  # of a file's tensor, transposed at once
 
 
@@ -67,7 +70,11 @@ def decoder_config(hf: Mapping[str, Any], **flags) -> decoder.DecoderConfig:
     ValueError: see `hf_config.parse_config`.
   """
   fields = hf_config.parse_config(hf)
-  kinds = {'rope_scaling': rotary.RopeScaling, 'delta': deltanet.Sizes}
+  kinds = {
+    'rope_scaling': rotary.RopeScaling,
+    'delta': deltanet.Sizes,
+    'moe': experts.Sizes,
+  }
   for name, kind in kinds.items():
     if fields[name] is not None:
       fields[name] = kind(**fields[name])
@@ -158,7 +165,7 @@ def _open_folder(path: pathlib.Path) -> dict[str, Stored]:
   """The tensors of a model of text, by name.
 
   Those of a checkpoint that has images too, or that a wrapper saved, are
-  renamed, or left out.
+  renamed, or left out. One of all experts is a tensor for each.
 
   Raises:
     FileNotFoundError: there is no such file, or a shard of the index is absent.
@@ -177,14 +184,33 @@ def _open_folder(path: pathlib.Path) -> dict[str, Stored]:
         entry = opened.get_slice(name)
         read = functools.partial(opened.get_tensor, name)
         shape = tuple(entry.get_shape())
+        found = Stored(file, shape, entry.get_dtype(), read)
+        parts = _of_each_expert(ours, found, entry)
         lookup.require(
-          ours not in out,
+          not parts.keys() & out.keys(),
           f'{path / file}: tensor {name!r} is there twice, with and without a '
-          'prefix, or in two files',
+          'prefix, of all experts and of each, or in two files',
           ValueError,
         )
-        out[ours] = Stored(file, shape, entry.get_dtype(), read)
+        out |= parts
   return out
+
+
+def _of_each_expert(name: str, stored: Stored, entry) -> dict[str, Stored]:
+  """The tensors in one of all experts; another one is itself."""
+  found = _STACKED.fullmatch(name)
+  if not found or len(stored.shape) != 3:
+    return {name: stored}
+  (count, rows, columns), kinds = stored.shape, found[2].split('_')
+  rows //= len(kinds)
+  return {
+    f'{found[1]}.{j}.{kind}_proj.weight': stored._replace(
+      shape=(rows, columns),
+      read=lambda j=j, i=i * rows: entry[j : j + 1, i : i + rows][0],
+    )
+    for j in range(count)
+    for i, kind in enumerate(kinds)
+  }
 
 
 def _missing(name: str, stored: Mapping[str, Stored]) -> str:

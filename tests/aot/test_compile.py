@@ -45,8 +45,8 @@ def test_the_programs_of_3b_hold(topology, machine, slots):
   assert '\nsearch: arguments 3.9' in text  # of 30 GiB on eight devices
 
 
-# Decode attention for GPUs of two families: the shared memory differs.
-LIVE = """
+# Kernels for GPUs of two families: the shared memory differs.
+HEAD = """
 import itertools, sys
 from searchrl_jax.aot import topology
 topology.prepare()
@@ -54,6 +54,7 @@ import jax
 from jax import numpy as jnp
 from searchrl_jax.devices import sharding
 from searchrl_jax.engines.jax import live
+from searchrl_jax.models import grouped
 
 if sys.argv[1] == 'ampere':
   for old, new in (
@@ -67,6 +68,8 @@ live.compiling_for_hopper()
 where = jax.sharding.SingleDeviceSharding(device)
 shape = lambda dtype, *sizes: jax.ShapeDtypeStruct(sizes, dtype, sharding=where)
 dtypes = jnp.float32, jnp.bfloat16, jnp.float16
+"""
+LIVE = """
 for dtype, H, G in itertools.product(dtypes, (64, 128, 256), (3, 16)):
   v = shape(dtype, 2, 2, 640, H)
   k = v if G == 3 else shape(dtype, 2, 2, H, 640)
@@ -80,11 +83,27 @@ for dtype, H, G in itertools.product(dtypes, (64, 128, 256), (3, 16)):
       ).compile()
 print('compiled')
 """
+# Products of rows and their gradients.
+GROUPED = """
+for dtype, tile, (I, O) in itertools.product(
+  dtypes, (16, 32, 64, 128), ((2048, 768), (16, 96))
+):
+  how = grouped.How(tile)
+  f = lambda x, w, n: jnp.sum(grouped.product(how, x, w, n).astype(jnp.float32))
+  w = shape(dtype, 4, I, O)
+  with sharding.compiling_for('gpu'):
+    assert grouped.fits(dtype, w)
+    jax.jit(jax.grad(f, (0, 1))).lower(
+      shape(dtype, 1024, I), w, shape(jnp.int32, 4)
+    ).compile()
+print('compiled')
+"""
 
 
 @pytest.mark.parametrize('family', ['hopper', 'ampere'])
-def test_the_kernel_compiles_for_all_that_it_takes(family):
-  command = [sys.executable, '-c', LIVE, family]
+@pytest.mark.parametrize('kernels', [LIVE, GROUPED], ids=['live', 'grouped'])
+def test_kernels_compile_for_all_that_they_take(kernels, family):
+  command = [sys.executable, '-c', HEAD + kernels, family]
   done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
   assert done.stdout == 'compiled\n', done.stderr[-2000:]
 

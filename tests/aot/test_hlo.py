@@ -11,6 +11,7 @@ import pytest
 
 from searchrl_jax.aot import hlo, topology
 from searchrl_jax.lookup import ConfigError
+from searchrl_jax.models import grouped
 
 # A loop of 3 steps, each of which gathers a weight of 4 x 8 bfloat16 and calls
 # a library kernel, with a loop of unknown length inside.
@@ -291,6 +292,21 @@ def test_on_chip_memory_of_a_tpu_is_no_traffic():
     'bf16[2,8]',
     'pred[]',
   }
+
+
+@pytest.mark.parametrize('tile', [1, 16])
+def test_products_of_rows_and_their_gradients_count_as_one_of_matrices(tile):
+  """3 products of 2 R I O, whatever loops the kernels have."""
+  R, I, O = 128, 32, 48
+
+  def total(x, w, counts):
+    return grouped.product(grouped.How(tile), x, w, counts).sum()
+
+  f = jax.jit(jax.grad(total, (0, 1)))
+  shapes = (R, I), (2, I, O)
+  arrays = [jax.ShapeDtypeStruct(shape, 'float32') for shape in shapes]
+  traced = f.trace(*arrays, jax.ShapeDtypeStruct((2,), 'int32'))
+  assert hlo.dot_flops(traced.jaxpr) == 3 * 2 * R * I * O
 
 
 def test_products_of_a_pallas_kernel_count_once_for_each_step_of_its_grid():

@@ -24,7 +24,10 @@ NEW_TOKENS = 200
 
 def reference(folder, dtype=torch.float32):
   return transformers.AutoModelForCausalLM.from_pretrained(
-    folder, dtype=dtype, attn_implementation='eager'
+    folder,
+    dtype=dtype,
+    attn_implementation='eager',
+    experts_implementation='eager',  # the other has no float64
   ).eval()
 
 

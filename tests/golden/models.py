@@ -77,6 +77,14 @@ QWEN35 = BASE | {
   'linear_value_head_dim': 12,
   'mamba_ssm_dtype': 'float32',
 }
+MOE = QWEN3 | {
+  'architectures': ['Qwen3MoeForCausalLM'],
+  'model_type': 'qwen3_moe',
+  'decoder_sparse_step': 1,
+  'moe_intermediate_size': 24,
+  'num_experts': 8,
+  'num_experts_per_tok': 2,
+}
 # The context of the pretraining is short, so that 40 tokens reach past it.
 LLAMA3_SCALING = {
   'factor': 8.0,
@@ -156,6 +164,20 @@ CONFIGS = {
     'partial_rotary_factor': 0.5,
     'rope_theta': 1000000.0,
   },
+  # A layer without experts between two that have some.
+  'qwen3.moe': MOE
+  | {'rope_theta': 1e6, 'norm_topk_prob': True, 'mlp_only_layers': [1]},
+  # Every second layer has experts.
+  'qwen3.moe.plain': MOE
+  | {
+    'decoder_sparse_step': 2,
+    'norm_topk_prob': False,
+    'num_hidden_layers': 4,
+    'tie_word_embeddings': True,
+  },
+  # All layers have, as published.
+  'qwen3.moe.all': MOE
+  | {'norm_topk_prob': True, 'mlp_only_layers': [], 'head_dim': 12},
 }
 
 
@@ -185,6 +207,14 @@ def shapes(config: dict) -> dict[str, tuple[int, ...]]:
       f'{at}mlp.up_proj.weight': (F, D),
       f'{at}mlp.down_proj.weight': (D, F),
     }
+    if config['model_type'] == 'qwen3_moe' and has_experts(config, i):
+      out = {k: v for k, v in out.items() if f'{at}mlp' not in k}
+      E, F_e = config['num_experts'], config['moe_intermediate_size']
+      out[f'{at}mlp.gate.weight'] = (E, D)
+      for j in range(E):
+        own = f'{at}mlp.experts.{j}'
+        out |= {f'{own}.{x}_proj.weight': (F_e, D) for x in ('gate', 'up')}
+        out[f'{own}.down_proj.weight'] = (D, F_e)
     if config['model_type'] == 'qwen3_5_text':
       out[f'{at}self_attn.q_proj.weight'] = (2 * N * H, D)
       if (i + 1) % config['full_attention_interval']:
@@ -194,7 +224,7 @@ def shapes(config: dict) -> dict[str, tuple[int, ...]]:
     if config['model_type'] == 'qwen2':
       for name, n in (('q', N * H), ('k', K * H), ('v', K * H)):
         out[f'{at}self_attn.{name}_proj.bias'] = (n,)
-    if config['model_type'] in ('qwen3', 'gemma3_text', 'qwen3_5_text'):
+    if config['model_type'] not in ('llama', 'qwen2'):
       out[f'{at}self_attn.q_norm.weight'] = (H,)
       out[f'{at}self_attn.k_norm.weight'] = (H,)
     if config['model_type'] == 'gemma3_text':
@@ -205,6 +235,11 @@ def shapes(config: dict) -> dict[str, tuple[int, ...]]:
   if not config.get('tie_word_embeddings', tied):
     out['lm_head.weight'] = (V, D)
   return out
+
+
+def has_experts(config: dict, layer: int) -> bool:
+  only = config.get('mlp_only_layers', [])
+  return layer not in only and (layer + 1) % config['decoder_sparse_step'] == 0
 
 
 def delta(config: dict) -> dict[str, tuple[int, ...]]:

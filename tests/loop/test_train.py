@@ -272,10 +272,23 @@ def test_more_steps_continue_as_if_they_had_been_asked_for(whole, tmp_path):
     np.testing.assert_array_equal(a, b)
 
 
+EXPERTS = dict(
+  model_type='qwen3_moe',
+  architectures=('Qwen3MoeForCausalLM',),
+  moe_intermediate_size=64,
+  norm_topk_prob=True,
+  num_experts=4,
+  num_experts_per_tok=2,
+)
+
+
 @pytest.mark.long
-def test_a_hybrid_of_delta_nets_trains_and_resumes(url, tmp_path):
+@pytest.mark.parametrize(
+  'arch', [quickstart.HYBRID, EXPERTS], ids=['delta', 'experts']
+)
+def test_other_layers_train_and_resume(arch, url, tmp_path):
   config = tiny.config(url)
-  config.model.arch.update(quickstart.HYBRID)
+  config.model.arch.update(arch)
   found = []
   for name, steps in (('whole', (2,)), ('resumed', (1, 2))):
     for config.train.steps in steps:

@@ -21,6 +21,7 @@ QWEN2 = models.CONFIGS['qwen2']
 QWEN3 = models.CONFIGS['qwen3']
 GEMMA = models.CONFIGS['gemma3']
 QWEN35 = models.CONFIGS['qwen3.5']
+MOE = models.CONFIGS['qwen3.moe']
 
 
 def shapes(fields):
@@ -46,7 +47,7 @@ def shapes(fields):
       'layers/k_bias': (L, K, H),
       'layers/v_bias': (L, K, H),
     }
-  if fields['family'] in ('qwen3', 'gemma3_text'):
+  if fields['family'] in ('qwen3', 'qwen3_moe', 'gemma3_text'):
     out |= {'layers/q_norm': (L, H), 'layers/k_norm': (L, H)}
   if fields['family'] == 'gemma3_text':
     out |= {f'layers/{n}_post_norm': (L, D) for n in ('attn', 'mlp')}
@@ -73,6 +74,19 @@ def shapes(fields):
       'layers/delta_dt_bias': (L - full, V),
       'layers/delta_norm': (L - full, E),
       'layers/delta_o': (L - full, V, E, D),
+    }
+    out = {k: v for k, v in out.items() if v[0]}
+  if moe := fields['moe']:
+    E, wide, dense = moe['count'], moe['d_ff'], len(moe['dense'])
+    n = L - dense
+    out |= {
+      'layers/gate': (dense, D, F),
+      'layers/up': (dense, D, F),
+      'layers/down': (dense, F, D),
+      'layers/router': (n, D, E),
+      'layers/experts_gate': (n, E, D, wide),
+      'layers/experts_up': (n, E, D, wide),
+      'layers/experts_down': (n, E, wide, D),
     }
     out = {k: v for k, v in out.items() if v[0]}
   if not fields['tied']:
@@ -119,6 +133,7 @@ def test_published_configs():
     'local_theta': 1e4,
     'rotary_dim': None,
     'delta': None,
+    'moe': None,
   }
   assert tuple(qwen) == families.FIELDS
   llama = hf_config.parse_config(
@@ -218,6 +233,37 @@ def test_qwen35_by_its_card():
   assert hf_config.parse_config(written) == got
 
 
+def test_qwen3_moe_by_its_card():
+  """Qwen3-30B-A3B as published, and by either name of the experts' number."""
+  config = {
+    'architectures': ['Qwen3MoeForCausalLM'], 'attention_bias': False,
+    'attention_dropout': 0.0, 'bos_token_id': 151643, 'eos_token_id': 151645,
+    'decoder_sparse_step': 1, 'head_dim': 128, 'hidden_act': 'silu',
+    'hidden_size': 2048, 'initializer_range': 0.02, 'intermediate_size': 6144,
+    'max_position_embeddings': 40960, 'max_window_layers': 48,
+    'mlp_only_layers': [], 'model_type': 'qwen3_moe',
+    'moe_intermediate_size': 768, 'norm_topk_prob': True,
+    'num_attention_heads': 32, 'num_experts': 128, 'num_experts_per_tok': 8,
+    'num_hidden_layers': 48, 'num_key_value_heads': 4,
+    'output_router_logits': False, 'rms_norm_eps': 1e-06, 'rope_scaling': None,
+    'rope_theta': 1000000.0, 'router_aux_loss_coef': 0.001,
+    'sliding_window': None, 'tie_word_embeddings': False,
+    'torch_dtype': 'bfloat16', 'transformers_version': '4.51.0',
+    'use_cache': True, 'use_sliding_window': False, 'vocab_size': 151936,
+  }  # fmt: skip
+  got = hf_config.parse_config(config)
+  assert got == hf_config.parse_config(families.NAMED['qwen3-30b-a3b'])
+  D, F, E = 2048, 768, 128
+  attention = D * (4096 + 2 * 512) + 4096 * D + 2 * 128
+  layer = attention + 2 * D + D * E + 3 * E * D * F
+  whole = 48 * layer + 2 * 151936 * D + D
+  assert pretrained.decoder_config(config).n_params == whole == 30_532_122_624
+  del config['num_experts']
+  assert hf_config.parse_config(config | {'num_local_experts': 128}) == got
+  written = hf_config.format_config(got)
+  assert written['num_experts'] == written['num_local_experts'] == 128
+
+
 PUBLISHED = {
   'Llama-2-7b': dict(
     LLAMA, _name_or_path='x', bos_token_id=1, initializer_range=0.02,
@@ -270,7 +316,8 @@ def test_fields_of_published_models_are_known(name):
 
 
 @pytest.mark.parametrize(
-  'name', 'Llama Qwen2 Qwen3 Gemma3Text Gemma3 Qwen3_5Text Qwen3_5'.split()
+  'name',
+  'Llama Qwen2 Qwen3 Qwen3Moe Gemma3Text Gemma3 Qwen3_5Text Qwen3_5'.split(),
 )
 def test_all_that_transformers_writes_is_known(name):
   import transformers
@@ -364,6 +411,18 @@ def test_the_inverse(name):
     (LLAMA, {'mlp_bias': True}, 'mlp_bias=True'),
     (LLAMA, {'hidden_act': 'gelu'}, "hidden_act='gelu'"),
     (LLAMA, {'num_local_experts': 8}, 'num_local_experts=8'),
+    (MOE, {'num_local_experts': 4}, 'num_local_experts=4.*num_experts=8'),
+    (MOE, {'num_experts_per_tok': 9}, 'num_experts_per_tok=9.*8 experts'),
+    (MOE, {'num_experts': 0}, 'num_experts=0'),
+    (MOE, {'norm_topk_prob': 'yes'}, "norm_topk_prob='yes'"),
+    (MOE, {'mlp_only_layers': [[1]]}, r'mlp_only_layers=\[\[1\]\]'),
+    (MOE, {'decoder_sparse_step': 4}, 'no layer with experts'),
+    (
+      MOE,
+      {'sliding_window': 8, 'use_sliding_window': True},
+      'sliding_window=8',
+    ),
+    (MOE, {'shared_expert_intermediate_size': 8}, 'shared_expert_inter'),
     (LLAMA, {'mtp_num_layers': 1}, 'mtp_num_layers=1'),
     (LLAMA, {'quantization_config': {'bits': 4}}, 'quantization_config'),
     (LLAMA, {'partial_rotary_factor': 0.5}, 'partial_rotary_factor=0.5'),
@@ -526,7 +585,10 @@ def test_names_and_shapes_are_those_of_the_checkpoint(name):
   )
   for path in {t.path for t in table.values()}:
     layers = [t.layer for t in table.values() if t.path == path]
-    each = [*range(shapes(fields)[path][0])]
+    n, *more = shapes(fields)[path]
+    each = [*range(n)]
+    if path.startswith('layers/experts_'):
+      each = [(i, j) for i in each for j in range(more[0])]
     assert layers == (each if path.startswith('layers/') else [None])
 
 
@@ -547,6 +609,8 @@ def test_the_map_is_a_bijection(name, K, G, half, data):
     'head_dim': 2 * half,
     'd_model': data.draw(st.integers(1, 5)),
   }
+  if fields['moe']:
+    fields['moe'] |= {'dense': ()}
   for tensor in hf_tensors.table(shapes(fields), fields).values():
     x = np.arange(np.prod(tensor.shape)).reshape(tensor.shape)
     ours = tensor.to_ours(x)

@@ -15,6 +15,8 @@ from searchrl_jax.devices import sharding
 from searchrl_jax.models import attention, decoder, packed_cudnn
 from tests.learn.test_update import CFG
 from tests.models.test_deltanet import CFG as HYBRID
+from tests.models.test_experts import CFG as EXPERTS
+from tests.models.test_experts import Sizes
 
 pytestmark = pytest.mark.slow
 
@@ -57,8 +59,14 @@ LOCAL = dataclasses.replace(
 @pytest.mark.long
 @pytest.mark.parametrize(
   'cfg, scale, atol',
-  [(CFG, 0.3, 3e-5), (LOCAL, 0.3, 3e-5), (HYBRID, 0.1, 2e-6)],
-  ids=['global', 'local', 'delta'],
+  [
+    (CFG, 0.3, 3e-5),
+    (LOCAL, 0.3, 3e-5),
+    (HYBRID, 0.1, 2e-6),
+    # Of all experts: a choice between two may turn by rounding.
+    (dataclasses.replace(EXPERTS, moe=Sizes(4, 4, 8, False)), 0.3, 3e-5),
+  ],
+  ids=['global', 'local', 'delta', 'experts'],
 )
 @settings(max_examples=10)
 @given(st.integers(0, 10**6))
@@ -75,7 +83,9 @@ def test_hidden_states_are_those_of_the_sequence_alone(cfg, scale, atol, seed):
     np.testing.assert_allclose(found[b, at], want, rtol=1e-5, atol=atol)
 
 
-@pytest.mark.parametrize('cfg', [CFG, HYBRID], ids=['attention', 'delta'])
+@pytest.mark.parametrize(
+  'cfg', [CFG, HYBRID, EXPERTS], ids=['attention', 'delta', 'experts']
+)
 def test_a_token_changes_no_bit_of_another_sequence(cfg):
   ids, starts, parts = rows(3)
   p = decoder.init_params(cfg, jax.random.key(0), scale=0.3)

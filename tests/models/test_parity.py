@@ -77,10 +77,15 @@ def test_logits(tmp_path, name):
     ('gemma3.linear', {'rope_scaling': None}),
     ('qwen3.5', {'rotary_dim': None}),
     ('qwen3.5', {'rope_theta': 1e4}),
+    ('qwen3.moe', {'moe': {'normalised': False}}),
+    ('qwen3.moe', {'moe': {'chosen': 3}}),
+    ('qwen3.moe.plain', {'moe': {'normalised': True}}),
   ],
 )
 def test_the_golden_values_see_every_flag(tmp_path, name, flags):
   cfg, params = pretrained.load(models.write(tmp_path, name))
+  if 'moe' in flags:
+    flags = {'moe': dataclasses.replace(cfg.moe, **flags['moe'])}
   cfg = dataclasses.replace(cfg, **flags)
   ids, lengths = right_padded(models.inputs(name), rubbish=0)
   got = np.asarray(forward(params, cfg, ids))[0]

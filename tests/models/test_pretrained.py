@@ -49,6 +49,13 @@ def stacked(tensors, name):
     layers['mlp_post_norm'] = each('post_feedforward_layernorm.weight')
   for x in ('gate', 'up', 'down'):
     layers[x] = [w.T for w in each(f'mlp.{x}_proj.weight')]
+  if name.startswith('qwen3.moe'):
+    layers['router'] = [w.T for w in each('mlp.gate.weight')]
+    for x in ('gate', 'up', 'down'):
+      experts = [each(f'mlp.experts.{j}.{x}_proj.weight') for j in range(8)]
+      layers[f'experts_{x}'] = [
+        np.stack([w.T for w in own]) for own in zip(*experts)
+      ]
   if name.startswith('qwen3.5'):
     E = config['linear_value_head_dim']
     of_net = lambda key: each(f'linear_attn.{key}')
@@ -74,7 +81,7 @@ def stacked(tensors, name):
   layers['o'] = [w.T.reshape(N, H, D) for w in each('self_attn.o_proj.weight')]
   out = {
     'embed': tensors['model.embed_tokens.weight'],
-    'layers': {k: np.stack(v) for k, v in layers.items()},
+    'layers': {k: np.stack(v) for k, v in layers.items() if v},
     'final_norm': tensors['model.norm.weight'],
   }
   if 'lm_head.weight' in tensors:
@@ -113,6 +120,28 @@ def test_the_text_of_a_model_with_images(tmp_path, prefix):
   out = tmp_path / 'out'
   pretrained.save(out, cfg, params, like=pretrained.read_json(folder))
   assert_equal(pretrained.load(out)[1], params)
+
+
+@pytest.mark.parametrize('dtype', [np.float32, ml_dtypes.bfloat16])
+def test_all_experts_of_a_layer_in_one_tensor(tmp_path, dtype):
+  """As transformers has them: [E, 2 F, D], gate first, and [E, D, F]."""
+  name = 'qwen3.moe'
+  tensors = {k: v.astype(dtype) for k, v in models.weights(name).items()}
+  other = {k: v for k, v in tensors.items() if '.experts.' not in k}
+  for i in (0, 2):
+    own = f'model.layers.{i}.mlp.experts'
+    each = lambda x, own=own: np.stack(
+      [tensors[f'{own}.{j}.{x}_proj.weight'] for j in range(8)]
+    )
+    other[f'{own}.gate_up_proj'] = np.concatenate([each('gate'), each('up')], 1)
+    other[f'{own}.down_proj'] = each('down')
+  models.write(tmp_path, name, tensors=other)
+  _, params = pretrained.load(tmp_path, dtype=dtype)
+  assert_equal(params, stacked(tensors, name))
+  again = 'model.layers.2.mlp.experts.7.down_proj.weight'
+  models.write(tmp_path, name, tensors=other | {again: tensors[again]})
+  with pytest.raises(ValueError, match='experts.*twice'):
+    pretrained.load(tmp_path)
 
 
 @pytest.mark.parametrize('dtype', [np.float16, ml_dtypes.bfloat16])

@@ -64,10 +64,11 @@ def test_peft_loads_ours(tmp_path, name, targets):
 def test_we_load_what_peft_saves(tmp_path, name):
   folder, rows = models.write(tmp_path, name), models.inputs(name)
   cfg, base = with_adapters(folder)
+  attention = [f'{x}_proj' for x in 'qkvo']
   fields = peft.LoraConfig(
     r=4,
     lora_alpha=6.0,
-    target_modules='all-linear',
+    target_modules=attention if cfg.moe else 'all-linear',
     task_type='CAUSAL_LM',
     init_lora_weights=False,  # B is not 0
   )

@@ -59,6 +59,7 @@ def test_golden_values_are_current(tmp_path, name):
     ('qwen3', 'bfloat16'),
     ('gemma3', 'bfloat16'),
     ('qwen3.5', 'bfloat16'),
+    ('qwen3.moe', 'bfloat16'),
   ],
 )
 def test_what_we_export_transformers_loads(tmp_path, name, dtype):
@@ -78,6 +79,7 @@ def test_what_we_export_transformers_loads(tmp_path, name, dtype):
     out,
     dtype=torch.float32,
     attn_implementation='eager',
+    experts_implementation='eager',
     output_loading_info=True,
   )
   for kind in ('missing_keys', 'unexpected_keys', 'mismatched_keys'):
@@ -108,7 +110,8 @@ def test_fresh_parameters_make_a_loadable_model(tmp_path):
 
 def test_what_transformers_saves_we_load(tmp_path):
   """Its own writer: rope_parameters, layer_types, shards of its making."""
-  saved = 'llama3.1 qwen2.5 qwen3 gemma3 gemma3.linear qwen3.5 qwen3.5.untied'
+  saved = 'llama3.1 qwen2.5 qwen3 gemma3 gemma3.linear qwen3.5 qwen3.5.untied '
+  saved += 'qwen3.moe qwen3.moe.plain qwen3.moe.all'
   for name in saved.split():
     model = make_models.reference(models.write(tmp_path / name, name))
     model.save_pretrained(tmp_path / f'{name}.saved', max_shard_size='40KB')
@@ -173,6 +176,64 @@ def test_qwen35_of_random_sizes(tmp_path, seed):
     # move by 7e-4 if the last bits of the embedding change.
     few = name.endswith(('A_log', 'dt_bias'))
     assert error <= (1e-3 if few else 1e-4), (name, error)
+
+
+@pytest.mark.parametrize('seed', range(6))
+def test_experts_of_random_sizes(tmp_path, seed):
+  """Logits and the gradient of every tensor, all experts of a layer at once."""
+  rng = np.random.default_rng(seed)
+  pick = lambda *values: int(rng.choice(values))
+  E = pick(4, 8, 12)
+  config = models.MOE | {
+    'num_hidden_layers': pick(2, 3, 4),
+    'num_experts': E,
+    'num_experts_per_tok': pick(2, 4),  # the weight of one is 1
+    'moe_intermediate_size': pick(8, 16, 24),
+    'norm_topk_prob': bool(seed % 2),
+    'decoder_sparse_step': pick(1, 2),
+    'tie_word_embeddings': bool(pick(0, 1)),
+    'rope_theta': 100.0,
+  }
+  names = 'architectures', 'model_type', 'torch_dtype'
+  fields = {k: v for k, v in config.items() if k not in names}
+  made = transformers.Qwen3MoeConfig(**fields, attn_implementation='eager')
+  torch.manual_seed(seed)
+  model = transformers.Qwen3MoeForCausalLM(made)
+  with torch.no_grad():
+    for x in model.parameters():
+      x += 0.2 * torch.randn_like(x)
+  model.save_pretrained(tmp_path)
+  cfg, params = pretrained.load(tmp_path)
+  ids = rng.integers(0, 48, (2, pick(5, 33, 64)))
+  weights = rng.normal(size=(*ids.shape, 48)).astype(np.float32)
+  want = model(torch.tensor(ids)).logits
+  (want * torch.tensor(weights)).sum().backward()
+  want = want.detach().numpy()
+  got = np.asarray(golden.forward(params, cfg, ids))
+  assert np.abs(got - want).max() <= 2e-5 * np.abs(want).max()
+
+  def weighed(p):
+    return (golden.forward(p, cfg, ids) * weights).sum()
+
+  grads = golden.decoder.flatten(jax.grad(weighed)(params))
+  theirs = {}
+  for name, x in model.named_parameters():
+    g = x.grad.numpy()
+    layer, _, kinds = name.partition('.experts.')
+    parts = kinds.removesuffix('_proj').split('_') if kinds else ()
+    for kind, part in zip(parts, np.split(g, len(parts), 1) if parts else ()):
+      own = {
+        f'{layer}.experts.{j}.{kind}_proj.weight': part[j] for j in range(E)
+      }
+      theirs |= own
+    theirs |= {} if parts else {name: g}
+  table = pretrained.tensor_table(cfg)
+  assert theirs.keys() == table.keys()
+  for name, tensor in table.items():
+    own = np.asarray(grads[tensor.path])
+    own = tensor.to_hf(own if tensor.layer is None else own[tensor.layer])
+    largest = np.abs(grads[tensor.path]).max()
+    assert np.abs(own - theirs[name]).max() <= 1e-4 * largest, name
 
 
 def test_greedy_continuation_of_a_trained_checkpoint(data_dir):

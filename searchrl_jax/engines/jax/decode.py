@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from searchrl_jax import lookup
 from searchrl_jax.devices import sharding
 from searchrl_jax.engines.jax import caches as kv
 from searchrl_jax.engines.jax import states
@@ -25,6 +26,8 @@ from searchrl_jax.models.decoder import DecoderConfig
 
 MAX_STOP_IDS = 8  # stop ids of one slot that the device compares
 MAX_WIDTH = 512  # tokens of a row in one prefill call
+# Axes of parameters that lie otherwise than in training.
+_SERVED = {'embed': None, 'experts': 'served_experts'}
 _NOWHERE = 2**30  # a position that no cache has: what is written is dropped
 SCORE_TOKENS = 512  # tokens whose logits are held at once when scoring
 
@@ -118,7 +121,7 @@ def abstract(cfg: DecoderConfig, mesh=None) -> dict:
   out = {}
   for name, (shape, axes) in decoder.param_table(cfg).items():
     first = int(axes[0] == 'layers')
-    axes = [None if a == 'embed' else a for a in axes]
+    axes = [_SERVED.get(a, a) for a in axes]
     dtype = families.dtype_of(name, cfg.dtype)
     out[name] = kv.like(cfg, mesh, axes[first:], shape[first:], dtype)
   out = decoder.nest(out)
@@ -462,6 +465,12 @@ class Programs:
   """The jitted programs for one model and one set of sizes (`programs`)."""
 
   def __init__(self, cfg: DecoderConfig, shape: Shape, mesh=None):
+    rows = mesh.size // mesh.shape['tensor'] if mesh else 1
+    lookup.require(
+      not cfg.moe or shape.parts == rows,
+      f'config.engine.slots={shape.slots} with experts: give a multiple of '
+      f'{rows}, the devices along data and fsdp (config.mesh)',
+    )
     left = mesh.size > shape.parts if mesh else False
     if left and (shape.parts > 1 or sharding.platform() == 'tpu'):
       # If `by_rows` leaves axes to the compiler, cuDNN's partitioner fails, and

@@ -474,6 +474,11 @@ def capacity(model_cfg, config, tokens: int) -> int:
     "which need config.engine.sync='full' and model.lora.rank=0; or use "
     "config.engine.module='jax'",
   )
+  core.require(
+    not model_cfg.moe,
+    f"config.engine.module='vllm': family {model_cfg.family} has experts, "
+    "which it cannot verify in a server; use config.engine.module='jax'",
+  )
   more = config.url.count(',') if config.url else config.device.count(';')
   return servers.REQUESTS_PER_SLOT * config.slots * (1 + more)
 

@@ -1,0 +1,270 @@
+"""Mixtures of experts in place of a feed-forward network, as in Qwen3 MoE.
+
+A router chooses k of E experts for each token (Shazeer et al. 2017, arXiv
+1701.06538), each a gated network, and y = sum_j w_j expert_j(x). The weights w
+are the softmax over all experts, of the chosen ones, which `normalised` divides
+by their sum.
+
+On GPUs and TPUs the copies of the tokens are sorted by expert, and each is
+computed once (`models.grouped`); a CPU computes every expert for every token,
+which is for tests and models of some experts. The result of a token depends on
+that token alone, bit by bit. On a mesh, devices along `tensor` have different
+experts, each of which sees the tokens of its devices; those of a device lie
+along `fsdp`.
+
+Axis letters: B sequences, T tokens, n = B T, D model, E experts (of a device,
+where they are on several), k experts of a token, F features of an expert, R
+rows that are computed.
+"""
+
+from collections.abc import Callable, Mapping
+import dataclasses
+import functools
+from typing import NamedTuple
+
+from absl import logging
+import jax
+from jax.ad_checkpoint import checkpoint_name
+import jax.numpy as jnp
+
+from searchrl_jax import lookup
+from searchrl_jax.devices import sharding
+from searchrl_jax.models import grouped
+from searchrl_jax.models.products import dense
+
+MATRICES = 'experts_gate', 'experts_up', 'experts_down'
+_NO_KERNEL = (
+  'no kernel multiplies experts of %d features in %s, or with the features of '
+  'this model: every expert is computed for every token'
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+  """count: experts. chosen: for a token. dense: layers that have none."""
+
+  count: int
+  chosen: int
+  d_ff: int
+  normalised: bool
+  dense: tuple[int, ...] = ()
+
+  def __post_init__(self):
+    object.__setattr__(self, 'dense', tuple(self.dense))  # JSON has lists
+
+
+def table(s: Sizes, D: int) -> dict[str, tuple[tuple, tuple]]:
+  """Of a layer with D features: parameter -> (shape, logical axes)."""
+  E, F = s.count, s.d_ff
+  return {
+    'router': ((D, E), ('embed', None)),
+    'experts_gate': ((E, D, F), ('experts', None, None)),
+    'experts_up': ((E, D, F), ('experts', None, None)),
+    'experts_down': ((E, F, D), ('experts', None, None)),
+  }
+
+
+def route(s: Sizes, scores):
+  """The experts of each token, and their weights: int32 and float32 [B, T, k].
+
+  scores: [B, T, E], of the router.
+  """
+  shares = jax.nn.softmax(scores.astype(jnp.float32), -1)
+  _, ids = jax.lax.top_k(jax.lax.stop_gradient(shares), s.chosen)
+  weights = jnp.take_along_axis(shares, ids, -1)
+  if s.normalised:
+    weights = weights / jnp.sum(weights, -1, keepdims=True)
+  return ids, weights
+
+
+def require_divisible(s: Sizes | None, fsdp: int, tensor: int) -> None:
+  """Raises ConfigError unless so many devices have equally many experts."""
+  lookup.require(
+    s is None or s.count % (fsdp * tensor) == 0,
+    f'config.mesh fsdp={fsdp}, tensor={tensor}: together they do not divide '
+    f'the {s and s.count} experts of the model, which lie along them',
+  )
+
+
+class Parts(NamedTuple):
+  """What `_local` is compiled for.
+
+  tensor: the axis of the mesh along which there are other experts, and fsdp,
+  along which those of a device lie; None: there are none.
+  kernels: of `models.grouped`.
+  """
+
+  sizes: Sizes
+  kernels: bool
+  tensor: str | None = None
+  devices: int = 1  # along `tensor`
+  fsdp: str | None = None
+
+
+def mix(p: Mapping, s: Sizes, activation: Callable, x, mesh=None):
+  """y [B, T, D] of x [B, T, D].
+
+  p: the parameters of `table`, of a layer.
+
+  Raises:
+    ConfigError: the axes `fsdp` and `tensor` do not divide the experts.
+  """
+  scores, matrices = dense(x, p['router']), [p[name] for name in MATRICES]
+  kernels = grouped.fits(x.dtype, *matrices)
+  if not kernels and sharding.platform() != 'cpu':
+    logging.log_first_n(logging.WARNING, _NO_KERNEL, 1, s.d_ff, x.dtype)
+  parts = Parts(s, kernels)
+  here = jax.sharding.get_abstract_mesh()  # not empty within `by_rows`
+  mesh = mesh if here.empty else here
+  left = {a for a in sharding.AXES if mesh and a not in mesh.manual_axes}
+  if mesh is None or mesh.size == 1 or not left:
+    return _local(activation, parts, x, scores, *matrices)
+  sizes = {a: mesh.shape[a] if a in left else 1 for a in sharding.AXES}
+  require_divisible(s, sizes['fsdp'], sizes['tensor'])
+  experts = sharding.spec(mesh, ('experts', None, None), matrices[0].shape)
+  parts = parts._replace(
+    tensor='tensor' if sizes['tensor'] > 1 else None,
+    devices=sizes['tensor'],
+    fsdp='fsdp' if sizes['fsdp'] > 1 else None,
+  )
+  rows = sharding.spec(mesh, ('batch', None, None), x.shape)
+  return jax.shard_map(
+    functools.partial(_local, activation, parts),
+    mesh=mesh,
+    in_specs=(rows, rows, experts, experts, experts),
+    out_specs=rows,
+    axis_names=left,
+    check_vma=False,
+  )(x, scores, *matrices)
+
+
+def _local(activation, parts: Parts, x, scores, *matrices):
+  """`mix` for the tokens of a device, and its experts.
+
+  It chooses them too, because XLA does not divide a top-k.
+  """
+  ids, weights = route(parts.sizes, scores)
+  if parts.tensor:  # from 0; those of other devices are not in its range
+    count = parts.sizes.count // parts.devices
+    ids = ids - jax.lax.axis_index(parts.tensor) * count
+  use = _dense
+  if parts.kernels:
+    tile = grouped.tile(ids.size // parts.sizes.count)
+    use = functools.partial(_grouped, tile)
+  y = use(activation, parts, x, ids, weights.astype(x.dtype), *matrices)
+  return _sum(y, parts.tensor, parts.devices) if parts.tensor else y
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _sum(y, axis: str, devices: int):
+  """The sum along an axis of the mesh, that each device has then.
+
+  `shard_map` gives each device its part of the gradient, 1 / devices of what
+  all have, and another sum would follow.
+  """
+  return jax.lax.psum(y, axis)
+
+
+_sum.defvjp(
+  lambda y, axis, devices: (_sum(y, axis, devices), None),
+  lambda axis, devices, _, g: (g * devices,),
+)
+
+
+def _dense(activation, parts: Parts, x, ids, weights, gate, up, down):
+  """Every expert of every token, most of them with the weight 0."""
+  gate, up, down = (
+    grouped.whole(w, w.dtype, parts.fsdp) for w in (gate, up, down)
+  )
+
+  def add(y, expert):
+    e, *matrices, down = expert
+    chosen = ids == e
+    share = jnp.sum(jnp.where(chosen, weights, 0), -1, keepdims=True)
+    chosen = jnp.any(chosen, -1, keepdims=True)
+    # What is not chosen may overflow in half precision.
+    gate, up = (
+      jnp.where(chosen, checkpoint_name(dense(x, w), 'mlp'), 0)
+      for w in matrices
+    )
+    more = dense(activation(gate) * up * share, down)
+    return y + more.astype(jnp.float32), None
+
+  # One by one: a CPU has no product of several in mixed precision.
+  experts = jnp.arange(len(gate)), gate, up, down
+  y, _ = jax.lax.scan(add, jnp.zeros(x.shape, jnp.float32), experts)
+  return y.astype(x.dtype)
+
+
+class Plan(NamedTuple):
+  """Which row computes which copy of a token; copies are n k, token by token.
+
+  Rows are sorted by expert, and those of an expert are whole tiles: after its
+  copies there are rows of none, and so there are after all experts.
+  """
+
+  copies: jax.Array  # int32 [R], of each row; n k: none
+  rows: jax.Array  # int32 [n, k], of each copy; R: it is of another device
+  counts: jax.Array  # int32 [E], rows of an expert, a multiple of the tile
+
+
+def plan(ids, E: int, tile: int) -> Plan:
+  """ids: int32 [n, k], other ones than 0 to E - 1 are of other devices."""
+  (n, k), flat = ids.shape, ids.reshape(-1)
+  flat = jnp.where((flat >= 0) & (flat < E), flat, E)
+  R = grouped.rows(n * k + E * (tile - 1), tile)
+  order = jnp.argsort(flat, stable=True).astype(jnp.int32)
+  owner = flat[order]
+  sizes = jnp.zeros(E + 1, jnp.int32).at[flat].add(1)
+  counts = -(-sizes[:E] // tile) * tile
+  before = lambda x: jnp.cumsum(x) - x
+  first, begin = before(sizes), jnp.append(before(counts), R)
+  rank = jnp.arange(n * k, dtype=jnp.int32) - first[owner]
+  at = jnp.where(owner < E, begin[owner] + rank, R)
+  copies = jnp.full(R, n * k, jnp.int32).at[at].set(order, mode='drop')
+  rows = jnp.zeros(n * k, jnp.int32).at[order].set(at)
+  return Plan(copies, rows.reshape(n, k), counts)
+
+
+def _take(x, at):
+  """x[at], and 0 past the last."""
+  return x.at[at].get(mode='fill', fill_value=0)
+
+
+# Each is the gradient of the other, so that neither adds in an order that a
+# device chooses.
+@jax.custom_vjp
+def _spread(x, plan: Plan):
+  """The tokens [n, D] as rows [R, D]."""
+  return _take(x, plan.copies // plan.rows.shape[1])
+
+
+@jax.custom_vjp
+def _collect(y, plan: Plan):
+  """The sums of the rows [R, D] of each token: [n, D]."""
+  each = _take(y, plan.rows)
+  return jnp.sum(each, 1, dtype=jnp.float32).astype(y.dtype)
+
+
+_spread.defvjp(
+  lambda x, plan: (_spread(x, plan), plan),
+  lambda plan, g: (_collect(g, plan), None),
+)
+_collect.defvjp(
+  lambda y, plan: (_collect(y, plan), plan),
+  lambda plan, g: (_spread(g, plan), None),
+)
+
+
+def _grouped(tile, activation, parts: Parts, x, ids, weights, gate, up, down):
+  """Each expert of each token once. tile: of `plan`."""
+  count = parts.sizes.count // parts.devices
+  at = plan(ids.reshape(-1, ids.shape[-1]), count, tile)
+  how = grouped.How(tile, parts.fsdp, devices=parts.devices)
+  rows = _spread(x.reshape(-1, x.shape[-1]), at)
+  product = functools.partial(grouped.product, how, counts=at.counts)
+  gate, up = (checkpoint_name(product(rows, w), 'mlp') for w in (gate, up))
+  share = _take(weights.reshape(-1), at.copies)
+  h = activation(gate) * up * share[:, None]
+  y = product(h, down)
+  return _collect(y, at).reshape(x.shape)

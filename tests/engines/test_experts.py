@@ -1,0 +1,82 @@
+"""The engine with experts: order and what shares the batch do not show."""
+
+import asyncio
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from searchrl_jax.devices import sharding
+from searchrl_jax.engines.core import EngineError, Sampling
+from searchrl_jax.engines.vllm import client
+from searchrl_jax.models import decoder
+from searchrl_jax.models.experts import Sizes
+from tests.engines import common
+from tests.engines import test_jax_engine as base
+from tests.engines.contract import EngineContract, bits, prompt
+
+pytestmark = [pytest.mark.slow, pytest.mark.exact]
+
+# The first of three layers has none.
+CFG = dataclasses.replace(
+  common.CFG,
+  family='qwen3_moe',
+  n_layers=3,
+  moe=Sizes(8, 2, 24, normalised=True, dense=(0,)),
+)
+
+
+class TestContract(EngineContract):
+  pass
+
+
+async def sampled(engine, others: int):
+  """What one handle samples in two turns, beside others."""
+  handle = engine.open(prompt(engine, 9))
+  beside = [engine.open(prompt(engine, 5 + i, seed=i)) for i in range(others)]
+  rest = [
+    engine.generate(h, Sampling(max_tokens=9, seed=i))
+    for i, h in enumerate(beside)
+  ]
+  own = engine.generate(handle, Sampling(max_tokens=7, seed=3))
+  *_, first = await asyncio.gather(*rest, own)
+  engine.append(handle, range(5))
+  later = await engine.generate(handle, Sampling(max_tokens=6, seed=4))
+  ids = list(handle.ids)
+  for h in (handle, *beside):
+    engine.close(h)
+  return ids, bits(first), bits(later), later
+
+
+def test_others_change_no_bit(engine):
+  *alone, _ = asyncio.run(sampled(engine, 0))
+  *beside, _ = asyncio.run(sampled(engine, 6))
+  assert alone == beside
+
+
+def test_its_log_probs_are_those_of_the_decoder(engine):
+  ids, *_, later = asyncio.run(sampled(engine, 2))
+  want = base.full_logps(ids, cfg=CFG)
+  at = np.arange(len(ids) - 6, len(ids))
+  np.testing.assert_allclose(later.logps, want[at - 1, later.ids], atol=1e-5)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize('shape', [(4, 1, 2), (1, 1, 4)])
+def test_on_a_mesh(engine, shape):
+  """Experts lie along tensor; each device has all tokens of its rows."""
+  mesh = sharding.make_mesh(*shape, devices=jax.devices()[: np.prod(shape)])
+  params = common.make_params(cfg=CFG)
+  params = jax.device_put(params, decoder.param_shardings(CFG, mesh))
+  many = common.make_engine(cfg=CFG, mesh=mesh, params=params)
+  assert many.checksums() == engine.checksums()
+  ids, *_, got = asyncio.run(sampled(many, 2))
+  want_ids, *_, want = asyncio.run(sampled(engine, 2))
+  assert ids == want_ids
+  np.testing.assert_allclose(got.logps, want.logps, atol=1e-5)
+
+
+def test_vllm_is_refused():
+  with pytest.raises(EngineError, match="module='vllm'.*qwen3_moe"):
+    client.capacity(CFG, common.config(), 64)
