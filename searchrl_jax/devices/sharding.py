@@ -33,8 +33,8 @@ RULES = {
   'kv_heads': ('tensor',),
   'head_dim': (),
   'mlp': ('tensor',),
-  'experts': ('tensor', 'fsdp'),
-  'served_experts': ('tensor',),
+  'experts': ('tensor', 'fsdp'),  # along fsdp gathered for a product
+  'served_experts': ('tensor',),  # of an engine, which gathers no weights
   'channels': ('tensor',),  # of a convolution
   'norm': (),
   'rank': (),  # of an adapter
@@ -183,13 +183,38 @@ def named(mesh: Mesh, axes, shape) -> NamedSharding:
   return NamedSharding(mesh, spec(mesh, axes, shape))
 
 
+def undivided(mesh: Mesh | None):
+  """The mesh here, and its axes that no `shard_map` around this divides.
+
+  No axes without a mesh of several devices.
+  """
+  here = jax.sharding.get_abstract_mesh()  # not empty within `by_rows`
+  mesh = mesh if here.empty else here
+  if mesh is None or mesh.size == 1:
+    return mesh, set()
+  return mesh, {a for a in AXES if a not in mesh.manual_axes}
+
+
+def triton() -> bool:
+  """Whether Pallas compiles by Triton for all that is compiled for.
+
+  It needs GPUs of NVIDIA's Ampere family or newer. Others that only compile
+  have no number, and are taken for that.
+  """
+
+  def good(device) -> bool:
+    version = getattr(device, 'compute_capability', '8.0').partition('.')[0]
+    return version.isdecimal() and int(version) >= 8
+
+  return platform() == 'gpu' and all(map(good, jax.local_devices()))
+
+
 def constrain(x, mesh: Mesh | None, *axes):
   """Pins the layout of an activation inside jit."""
   if mesh is None or mesh.size == 1:
     return x
-  here = jax.sharding.get_abstract_mesh()  # not empty within `by_rows`
-  mesh = mesh if here.empty else here
-  if len(mesh.manual_axes) == len(AXES):
+  mesh, axes_left = undivided(mesh)
+  if not axes_left:
     return x
   return jax.lax.with_sharding_constraint(x, named(mesh, axes, x.shape))
 
@@ -205,7 +230,8 @@ def by_rows(f, mesh: Mesh | None, rows: int, ins, outs):
 
   ins, outs: of arguments and results, the dimension that holds the rows (-1:
   the same for all parts). `f` sees its own rows; an axis `tensor` of several
-  devices is left to the compiler. Where the batch is in one part, `f` itself.
+  devices is left to the compiler, or to a `shard_map` within. Where the batch
+  is in one part, `f` itself.
   """
   if parts(mesh, rows) == 1:
     return f

@@ -7,10 +7,10 @@ by their sum.
 
 On GPUs and TPUs the copies of the tokens are sorted by expert, and each is
 computed once (`models.grouped`); a CPU computes every expert for every token,
-which is for tests and models of some experts. The result of a token depends on
-that token alone, bit by bit. On a mesh, devices along `tensor` have different
-experts, each of which sees the tokens of its devices; those of a device lie
-along `fsdp`.
+which is for tests and models of few experts. The result of a token depends on
+that token alone, bit by bit. Along `tensor`, devices compute different experts
+for the same tokens. In training, the matrices are also divided along `fsdp`,
+and gathered there for a product.
 
 Axis letters: B sequences, T tokens, n = B T, D model, E experts (of a device,
 where they are on several), k experts of a token, F features of an expert, R
@@ -34,8 +34,8 @@ from searchrl_jax.models.products import dense
 
 MATRICES = 'experts_gate', 'experts_up', 'experts_down'
 _NO_KERNEL = (
-  'no kernel multiplies experts of %d features in %s, or with the features of '
-  'this model: every expert is computed for every token'
+  'no kernel for experts of %d x %d in %s (it takes multiples of 16, and a GPU '
+  'of the Ampere family or newer): every expert is computed for every token'
 )
 
 
@@ -77,7 +77,7 @@ def route(s: Sizes, scores):
   return ids, weights
 
 
-def require_divisible(s: Sizes | None, fsdp: int, tensor: int) -> None:
+def require_divisible(s: Sizes | None, tensor: int, fsdp: int) -> None:
   """Raises ConfigError unless so many devices have equally many experts."""
   lookup.require(
     s is None or s.count % (fsdp * tensor) == 0,
@@ -89,16 +89,18 @@ def require_divisible(s: Sizes | None, fsdp: int, tensor: int) -> None:
 class Parts(NamedTuple):
   """What `_local` is compiled for.
 
-  tensor: the axis of the mesh along which there are other experts, and fsdp,
-  along which those of a device lie; None: there are none.
-  kernels: of `models.grouped`.
+  tensor: devices that compute different experts for the same tokens. fsdp:
+  devices among which the matrices of each of them are divided.
   """
 
   sizes: Sizes
-  kernels: bool
-  tensor: str | None = None
-  devices: int = 1  # along `tensor`
-  fsdp: str | None = None
+  tensor: int = 1
+  fsdp: int = 1
+
+  @property
+  def axis(self) -> str | None:
+    """Along which the matrices are gathered."""
+    return 'fsdp' if self.fsdp > 1 else None
 
 
 def mix(p: Mapping, s: Sizes, activation: Callable, x, mesh=None):
@@ -110,26 +112,15 @@ def mix(p: Mapping, s: Sizes, activation: Callable, x, mesh=None):
     ConfigError: the axes `fsdp` and `tensor` do not divide the experts.
   """
   scores, matrices = dense(x, p['router']), [p[name] for name in MATRICES]
-  kernels = grouped.fits(x.dtype, *matrices)
-  if not kernels and sharding.platform() != 'cpu':
-    logging.log_first_n(logging.WARNING, _NO_KERNEL, 1, s.d_ff, x.dtype)
-  parts = Parts(s, kernels)
-  here = jax.sharding.get_abstract_mesh()  # not empty within `by_rows`
-  mesh = mesh if here.empty else here
-  left = {a for a in sharding.AXES if mesh and a not in mesh.manual_axes}
-  if mesh is None or mesh.size == 1 or not left:
-    return _local(activation, parts, x, scores, *matrices)
-  sizes = {a: mesh.shape[a] if a in left else 1 for a in sharding.AXES}
-  require_divisible(s, sizes['fsdp'], sizes['tensor'])
+  mesh, left = sharding.undivided(mesh)
+  if not left:
+    return _local(activation, Parts(s), x, scores, *matrices)
+  own = [mesh.shape[a] if a in left else 1 for a in ('tensor', 'fsdp')]
+  require_divisible(s, *own)
   experts = sharding.spec(mesh, ('experts', None, None), matrices[0].shape)
-  parts = parts._replace(
-    tensor='tensor' if sizes['tensor'] > 1 else None,
-    devices=sizes['tensor'],
-    fsdp='fsdp' if sizes['fsdp'] > 1 else None,
-  )
   rows = sharding.spec(mesh, ('batch', None, None), x.shape)
   return jax.shard_map(
-    functools.partial(_local, activation, parts),
+    functools.partial(_local, activation, Parts(s, *own)),
     mesh=mesh,
     in_specs=(rows, rows, experts, experts, experts),
     out_specs=rows,
@@ -144,37 +135,39 @@ def _local(activation, parts: Parts, x, scores, *matrices):
   It chooses them too, because XLA does not divide a top-k.
   """
   ids, weights = route(parts.sizes, scores)
-  if parts.tensor:  # from 0; those of other devices are not in its range
-    count = parts.sizes.count // parts.devices
-    ids = ids - jax.lax.axis_index(parts.tensor) * count
+  if parts.tensor > 1:  # from 0; those of other devices are not in its range
+    count = parts.sizes.count // parts.tensor
+    ids = ids - jax.lax.axis_index('tensor') * count
   use = _dense
-  if parts.kernels:
+  if grouped.fits(x.dtype, *matrices):
     tile = grouped.tile(ids.size // parts.sizes.count)
     use = functools.partial(_grouped, tile)
+  elif sharding.platform() != 'cpu':
+    sizes = *matrices[0].shape[1:], x.dtype
+    logging.log_first_n(logging.WARNING, _NO_KERNEL, 1, *sizes)
   y = use(activation, parts, x, ids, weights.astype(x.dtype), *matrices)
-  return _sum(y, parts.tensor, parts.devices) if parts.tensor else y
+  return _sum(y) if parts.tensor > 1 else y
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _sum(y, axis: str, devices: int):
-  """The sum along an axis of the mesh, that each device has then.
+@jax.custom_vjp
+def _sum(y):
+  """The sum along `tensor`, which each device has then.
 
   `shard_map` gives each device its part of the gradient, 1 / devices of what
   all have, and another sum would follow.
   """
-  return jax.lax.psum(y, axis)
+  return jax.lax.psum(y, 'tensor')
 
 
 _sum.defvjp(
-  lambda y, axis, devices: (_sum(y, axis, devices), None),
-  lambda axis, devices, _, g: (g * devices,),
+  lambda y: (_sum(y), None), lambda _, g: (g * jax.lax.axis_size('tensor'),)
 )
 
 
 def _dense(activation, parts: Parts, x, ids, weights, gate, up, down):
   """Every expert of every token, most of them with the weight 0."""
   gate, up, down = (
-    grouped.whole(w, w.dtype, parts.fsdp) for w in (gate, up, down)
+    grouped.whole(w, w.dtype, parts.axis) for w in (gate, up, down)
   )
 
   def add(y, expert):
@@ -220,7 +213,7 @@ def plan(ids, E: int, tile: int) -> Plan:
   before = lambda x: jnp.cumsum(x) - x
   first, begin = before(sizes), jnp.append(before(counts), R)
   rank = jnp.arange(n * k, dtype=jnp.int32) - first[owner]
-  at = jnp.where(owner < E, begin[owner] + rank, R)
+  at = jnp.minimum(begin[owner] + rank, R)
   copies = jnp.full(R, n * k, jnp.int32).at[at].set(order, mode='drop')
   rows = jnp.zeros(n * k, jnp.int32).at[order].set(at)
   return Plan(copies, rows.reshape(n, k), counts)
@@ -258,9 +251,9 @@ _collect.defvjp(
 
 def _grouped(tile, activation, parts: Parts, x, ids, weights, gate, up, down):
   """Each expert of each token once. tile: of `plan`."""
-  count = parts.sizes.count // parts.devices
+  count = parts.sizes.count // parts.tensor
   at = plan(ids.reshape(-1, ids.shape[-1]), count, tile)
-  how = grouped.How(tile, parts.fsdp, devices=parts.devices)
+  how = grouped.How(tile, parts.axis, parts.tensor)
   rows = _spread(x.reshape(-1, x.shape[-1]), at)
   product = functools.partial(grouped.product, how, counts=at.counts)
   gate, up = (checkpoint_name(product(rows, w), 'mlp') for w in (gate, up))

@@ -32,7 +32,9 @@ class How(NamedTuple):
 
   tile: rows, of which an expert has whole multiples.
   axis: of the mesh, along which the experts lie; None: there is none.
-  devices: that have other experts, and compute most of the rows.
+  devices: among which the experts are divided. On average each computes one
+    in so many rows, which the estimate for XLA says; that of a TPU's kernels
+    says all.
   """
 
   tile: int
@@ -42,12 +44,16 @@ class How(NamedTuple):
 
 def fits(dtype, *matrices) -> bool:
   """Whether there is a kernel, for what is compiled for."""
+  if sharding.platform() == 'tpu':
+    return dtype in (jnp.float32, jnp.bfloat16)
   known = dtype in (jnp.float32, jnp.bfloat16, jnp.float16)
-  if sharding.platform() == 'gpu':
-    return known and all(
+  return (
+    sharding.triton()
+    and known
+    and all(
       math.gcd(size, _BLOCK) >= _LEAST for w in matrices for size in w.shape[1:]
     )
-  return sharding.platform() == 'tpu' and known and dtype != jnp.float16
+  )
 
 
 def tile(rows: int) -> int:

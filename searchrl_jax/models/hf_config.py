@@ -432,14 +432,14 @@ def _delta_fields(fields: Mapping[str, Any], rope: Mapping[str, Any]):
 
 def _experts(hf: Mapping[str, Any], n_layers: int) -> dict[str, Any]:
   """The fields of `experts.Sizes`."""
-  values = {}
+  values, other = {}, hf.get(_LOCAL_EXPERTS)
+  given = {'num_experts': other} | {
+    k: v for k, v in hf.items() if v is not None
+  }
   for size, (field, default) in families.EXPERTS.items():
-    value = hf.get(field)
-    if value is None and size == 'count':
-      value = hf.get(_LOCAL_EXPERTS)
+    value = given.get(field)
     values[size] = _count(default if value is None else value, field)
   count, chosen = values['count'], values['chosen']
-  other = hf.get(_LOCAL_EXPERTS)
   good = other is None or other == count
   _require(good, f'{_LOCAL_EXPERTS}={other!r}', f'num_experts={count}')
   good = chosen <= count
@@ -470,15 +470,14 @@ def _expert_fields(moe: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _refuse_sliding_window(hf: Mapping[str, Any], name: str, n_layers: int):
-  # Qwen has a switch, off by default, and a first layer, but with experts. A
-  # window in a Llama config has neither, and readers interpret it differently.
-  types, window, llama = (
-    hf.get('layer_types'),
-    hf.get('sliding_window'),
-    name == 'llama',
-  )
+  # Qwen has a switch, off by default, and a first layer, which models with
+  # experts have not. A window in a Llama config has neither, and readers
+  # interpret it differently.
+  types, window = hf.get('layer_types'), hf.get('sliding_window')
   first = 0 if name == families.MOE else hf.get('max_window_layers', 28)
-  on = llama or (hf.get('use_sliding_window', False) and first < n_layers)
+  on = name == 'llama' or (
+    hf.get('use_sliding_window', False) and first < n_layers
+  )
   full = (
     not (window and on) if types is None else [*types] == n_layers * [_FULL]
   )

@@ -125,7 +125,7 @@ def model_config(config: ConfigDict, vocab_size: int, needed: int = 0):
     f'the tokenizer has {needed or vocab_size} entries and the model '
     f'{cfg.vocab_size}: config.model.tokenizer does not belong to the model',
   )
-  own = (max(1, config.mesh[axis]) for axis in ('fsdp', 'tensor'))
+  own = (max(1, config.mesh[axis]) for axis in ('tensor', 'fsdp'))
   experts.require_divisible(cfg.moe, *own)
   return cfg
 

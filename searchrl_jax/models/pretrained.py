@@ -165,7 +165,8 @@ def _open_folder(path: pathlib.Path) -> dict[str, Stored]:
   """The tensors of a model of text, by name.
 
   Those of a checkpoint that has images too, or that a wrapper saved, are
-  renamed, or left out. One of all experts is a tensor for each.
+  renamed, or left out. A tensor of all experts is listed as
+  one for each.
 
   Raises:
     FileNotFoundError: there is no such file, or a shard of the index is absent.
@@ -197,7 +198,7 @@ def _open_folder(path: pathlib.Path) -> dict[str, Stored]:
 
 
 def _of_each_expert(name: str, stored: Stored, entry) -> dict[str, Stored]:
-  """The tensors in one of all experts; another one is itself."""
+  """The tensors in one of all experts; any other, unchanged."""
   found = _STACKED.fullmatch(name)
   if not found or len(stored.shape) != 3:
     return {name: stored}

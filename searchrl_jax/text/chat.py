@@ -185,8 +185,11 @@ def read_calls(text: str, tools: Sequence[Mapping]) -> tuple[str, list[Call]]:
   while opening:
     # A value may have an opening tag in it; the first closing one ends a call.
     inner, closing, after = rest.partition(_CLOSE)
+    if not closing:
+      kept += [_OPEN, rest]
+      break
     form = 'xml' if inner.lstrip().startswith('<') else 'json'
-    call = parse(inner, tools, bool(closing), form)
+    call = parse(inner, tools, form=form)
     if call.arguments:
       found.append(call)
       rest = after

@@ -10,6 +10,7 @@ import pytest
 from searchrl_jax.devices import sharding
 from searchrl_jax.engines.core import EngineError, Sampling
 from searchrl_jax.engines.vllm import client
+from searchrl_jax.lookup import ConfigError
 from searchrl_jax.models import decoder
 from searchrl_jax.models.experts import Sizes
 from tests.engines import common
@@ -63,7 +64,7 @@ def test_its_log_probs_are_those_of_the_decoder(engine):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize('shape', [(4, 1, 2), (1, 1, 4)])
+@pytest.mark.parametrize('shape', [(2, 2, 2), (1, 1, 4)])
 def test_on_a_mesh(engine, shape):
   """Experts lie along tensor; each device has all tokens of its rows."""
   mesh = sharding.make_mesh(*shape, devices=jax.devices()[: np.prod(shape)])
@@ -75,6 +76,11 @@ def test_on_a_mesh(engine, shape):
   want_ids, *_, want = asyncio.run(sampled(engine, 2))
   assert ids == want_ids
   np.testing.assert_allclose(got.logps, want.logps, atol=1e-5)
+
+
+def test_slots_that_the_devices_do_not_divide_are_refused():
+  with pytest.raises(ConfigError, match='slots=4.* of 8'):
+    common.make_engine(cfg=CFG, mesh=sharding.make_mesh(8, 1, 1))
 
 
 def test_vllm_is_refused():

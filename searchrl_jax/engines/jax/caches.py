@@ -236,11 +236,8 @@ def _live(q, k, v, positions, window, time, mesh):
   def local(q, k, v, positions):
     return live.attend(q[:, :, :, 0], k, v, positions[:, 0], window, time)[0]
 
-  # Within `by_rows`, only `tensor` may be left to divide.
-  here = jax.sharding.get_abstract_mesh()
-  mesh = mesh if here.empty else here
-  left = {a for a in sharding.AXES if mesh and a not in mesh.manual_axes}
-  if left and mesh.size > 1:
+  mesh, left = sharding.undivided(mesh)
+  if left:
     part = sharding.spec(mesh, ('batch', 'kv_heads', None, None), k.shape)
     rows = sharding.spec(mesh, ('batch', None), positions.shape)
     local = jax.shard_map(

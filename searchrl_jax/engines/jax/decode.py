@@ -468,8 +468,8 @@ class Programs:
     rows = mesh.size // mesh.shape['tensor'] if mesh else 1
     lookup.require(
       not cfg.moe or shape.parts == rows,
-      f'config.engine.slots={shape.slots} with experts: give a multiple of '
-      f'{rows}, the devices along data and fsdp (config.mesh)',
+      f'config.engine.slots={shape.slots}: every token would gather experts; '
+      f'give a multiple of {rows}, config.mesh data x fsdp',
     )
     left = mesh.size > shape.parts if mesh else False
     if left and (shape.parts > 1 or sharding.platform() == 'tpu'):

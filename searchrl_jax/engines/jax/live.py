@@ -34,24 +34,17 @@ _PROGRAMS = 256  # that keep a GPU busy
 def fits(q, v) -> bool:
   """Whether the kernel takes these arrays, for what is compiled for.
 
-  It needs a GPU of NVIDIA's Ampere family or newer. Refused are caches of one
-  block or less, or of no whole ones, head dims that are no tile, and more than
-  16 queries of a head.
+  Refused are caches of one block or less, or of no whole ones, head dims that
+  are no tile, and more than 16 queries of a head.
 
   q: [B, K, G, T, H] of any T. v: [B, K, S, H].
   """
-  if sharding.platform() != 'gpu' or not all(map(_ampere, jax.local_devices())):
+  if not sharding.triton():
     return False
   (_, _, G, _, H), S = q.shape, v.shape[2]
   known = q.dtype == v.dtype in (jnp.float32, jnp.bfloat16, jnp.float16)
   tile = H in (64, 128, 256) and G <= _ROWS
   return known and tile and S % BLOCK == 0 and S > BLOCK
-
-
-def _ampere(device) -> bool:
-  """Whether Triton compiles for it. Other devices only compile: no number."""
-  version = getattr(device, 'compute_capability', '8.0').partition('.')[0]
-  return version.isdecimal() and int(version) >= 8
 
 
 def compiling_for_hopper() -> None:
