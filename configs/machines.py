@@ -1,5 +1,6 @@
-"""Sizes of a run by the name of a machine, for Qwen2.5-3B and 7B, Gemma 3 and
-Qwen3.5, and `small` ones for a pretrained model of some 100 million parameters.
+"""Sizes of a run by the name of a machine, for Qwen2.5-3B and 7B, Gemma 3,
+Qwen3.5 and Qwen3-30B-A3B, and `small` ones for a pretrained model of some 100
+million parameters.
 
   python -m searchrl_jax.train \\
     --config=configs/search_r1.py:model=Qwen/Qwen2.5-7B,machine=h200x8
@@ -86,6 +87,7 @@ PRESETS = {
   ('h100x8', 'qwen3.5-9b', 4608): Preset(
     (1, 8, 1), 256, 256.0, remat='matmuls'
   ),
+  ('h200x8', 'qwen3-30b-a3b', 4608): Preset((1, 2, 4), 256, 256.0),
 }
 
 
@@ -155,9 +157,9 @@ def apply(c, machine: str, model: str, tokens: int) -> None:
     ValueError: there is no preset.
   """
   known = dict.fromkeys(size for _, size, _ in PRESETS)
-  # Of '27b', '7b' is no name.
+  # Of '27b', '7b' is no name, nor is '3b' of 'a3b'.
   name = model.lower().split('/')[-1]
-  sizes = [s for s in known if re.search(rf'(?<![\d.]){s}(?![a-z\d])', name)]
+  sizes = [s for s in known if re.search(rf'(?<![a-z\d.]){s}(?![a-z\d])', name)]
   if len(sizes) != 1 or (machine, sizes[0], tokens) not in PRESETS:
     raise ValueError(
       f'config argument machine={machine!r}: no preset for model={model!r} '
