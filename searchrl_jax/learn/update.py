@@ -22,7 +22,7 @@ from searchrl_jax.devices import compiling, sharding
 from searchrl_jax.learn import batching, critic, logps, losses, optim
 from searchrl_jax.learn.logps import compact
 from searchrl_jax.learn.objectives import Objective
-from searchrl_jax.models import attention, decoder, lora, parameters
+from searchrl_jax.models import attention, decoder, experts, lora, parameters
 from searchrl_jax.types import Batch
 
 
@@ -359,7 +359,8 @@ class Updater:
     wanted['apply'] = self.abstract, params, self._sums['loss']
     missing = {k: v for k, v in wanted.items() if k not in self.programs}
     lowered = (self._lower(key, *args) for key, args in missing.items())
-    self.programs |= zip(missing, compiling.concurrently(lowered))
+    at_once = experts.compile_at_once(self.cfg.moe)
+    self.programs |= zip(missing, compiling.concurrently(lowered, at_once))
 
   # ---- what a loop calls
 

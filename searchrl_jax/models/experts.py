@@ -86,6 +86,14 @@ def require_divisible(s: Sizes | None, tensor: int, fsdp: int) -> None:
   )
 
 
+def compile_at_once(s: Sizes | None) -> bool:
+  """Whether several threads may compile a model's programs.
+
+  libtpu 0.0.42 crashes where two of them compile megablox.
+  """
+  return s is None or sharding.platform() != 'tpu'
+
+
 class Parts(NamedTuple):
   """What `_local` is compiled for.
 

@@ -241,5 +241,8 @@ def test_tiles_follow_the_rows_of_an_expert():
     assert grouped.fits(half[0].dtype, half[0])
     assert not grouped.fits(half[0].dtype, *half)
     assert not grouped.fits(jnp.float64, half[0])
+  assert experts.compile_at_once(CFG.moe)
   with sharding.compiling_for('tpu'):
+    assert experts.compile_at_once(None)
+    assert not experts.compile_at_once(CFG.moe)
     assert grouped.tile(1000) == 1 and grouped.rows(1000, 1) == 1024

@@ -24,7 +24,7 @@ from searchrl_jax.engines.jax import decode, states
 from searchrl_jax.engines.jax.slots import Box, Copy, Piece, Plan, Room
 from searchrl_jax.engines.jax.states import State
 from searchrl_jax.engines.weights import checksum
-from searchrl_jax.models import decoder, lora
+from searchrl_jax.models import decoder, experts, lora
 from searchrl_jax.models.decoder import DecoderConfig
 
 PIECE = 256
@@ -320,7 +320,9 @@ class Device:
     for width in shape.score_widths:
       ids = np.zeros((shape.rows(width), width), np.int32)
       calls.append((p.score, (self._weights, ids)))
-    compiling.concurrently(program.lower(*args) for program, args in calls)
+    lowered = (program.lower(*args) for program, args in calls)
+    at_once = experts.compile_at_once(self._cfg.moe)
+    compiling.concurrently(lowered, at_once)
     for state in idles:
       self._caches[0], *_ = p.decode(self._weights, self._caches[0], state)
     for program, args in prefills:
