@@ -213,8 +213,8 @@ def constrain(x, mesh: Mesh | None, *axes):
   """Pins the layout of an activation inside jit."""
   if mesh is None or mesh.size == 1:
     return x
-  mesh, axes_left = undivided(mesh)
-  if not axes_left:
+  mesh, left = undivided(mesh)
+  if not left:
     return x
   return jax.lax.with_sharding_constraint(x, named(mesh, axes, x.shape))
 

@@ -56,7 +56,8 @@ class Lora:
 
 # Of a layer: name -> leading axes of its matrix that are its input.
 PROJECTIONS = {n: 1 + (n == 'o') for n in 'q k v o gate up down'.split()}
-OF_DELTA = {f'delta_{n}': 1 + (n == 'o') for n in 'qkv z b a o'.split()}
+_OF_DELTA = {f'delta_{n}': 1 + (n == 'o') for n in 'qkv z b a o'.split()}
+INPUTS = PROJECTIONS | _OF_DELTA  # of a layer of any kind
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,7 +139,7 @@ def projections(cfg: DecoderConfig) -> dict[str, int]:
   Of a model with experts, those of attention: adapters of others would have the
   names that PEFT has for adapters of experts.
   """
-  known = PROJECTIONS | (OF_DELTA if cfg.delta else {})
+  known = INPUTS if cfg.delta else PROJECTIONS
   of_mlp = ('gate', 'up', 'down') if cfg.moe else ()
   return {name: n for name, n in known.items() if name not in of_mlp}
 
@@ -303,7 +304,7 @@ def layers_of(cfg: DecoderConfig, positions) -> list[Layer]:
 
 def project(p: dict, cfg: DecoderConfig, x, name: str):
   """x [B, T, *I] through a projection of a layer, with adapter and bias."""
-  inputs = (PROJECTIONS | OF_DELTA)[name]
+  inputs = INPUTS[name]
   y = dense(x, p[name], inputs)
   if cfg.lora and name in cfg.lora.targets:
     if sharding.platform() == 'gpu':

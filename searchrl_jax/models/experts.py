@@ -49,9 +49,6 @@ class Sizes:
   normalised: bool
   dense: tuple[int, ...] = ()
 
-  def __post_init__(self):
-    object.__setattr__(self, 'dense', tuple(self.dense))  # JSON has lists
-
 
 def table(s: Sizes, D: int) -> dict[str, tuple[tuple, tuple]]:
   """Of a layer with D features: parameter -> (shape, logical axes)."""

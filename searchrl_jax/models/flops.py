@@ -81,9 +81,7 @@ def _flops(cfg, tokens, pairs: Callable, loss_tokens) -> float:
   of = lambda names: sum(
     math.prod(table.get(f'layers/{name}', (0,))) for name in names
   )
-  matrices = of(
-    [*decoder.PROJECTIONS, *decoder.OF_DELTA, 'delta_conv', 'router']
-  )
+  matrices = of([*decoder.INPUTS, 'delta_conv', 'router'])
   if cfg.moe:
     matrices += of(experts.MATRICES) * cfg.moe.chosen / cfg.moe.count
   total = each * matrices * tokens

@@ -91,7 +91,7 @@ def product(how: How, x, w, counts):
     w: [E, I, O], or those of the experts that this device has.
     counts: int32 [E], rows of each expert.
   """
-  return _rows(how, x, whole(w, x.dtype, how.axis), counts)
+  return _forward(how, x, w, counts)[0]
 
 
 def _forward(how, x, w, counts):
@@ -122,7 +122,6 @@ def _rows(how: How, x, w, counts, transposed=False):
 
   step = math.gcd(I, _DEPTH // x.dtype.itemsize)
   block = math.gcd(O, _BLOCK)
-  precision = _precision(x)
 
   def kernel(owner, x, w, y):
     e, columns = owner[...], pl.ds(pl.program_id(1) * block, block)
@@ -130,7 +129,7 @@ def _rows(how: How, x, w, counts, transposed=False):
     def add(i, sums):
       here = pl.ds(i * step, step)
       part = w[e, columns, here].T if transposed else w[e, here, columns]
-      return sums + _dot(x[:, here], part, precision)
+      return sums + _dot(x[:, here], part)
 
     steps = (e < w.shape[0]).astype(jnp.int32) * (I // step)
     zero = jnp.zeros((how.tile, block), jnp.float32)
@@ -164,7 +163,6 @@ def _matrices(how: How, x, g, counts):
 
   high, wide = math.gcd(I, _BLOCK), math.gcd(O, _BLOCK)
   step = min(how.tile, _DEPTH // x.dtype.itemsize)  # rows
-  precision = _precision(x)
 
   def kernel(first, last, x, g, w):
     inputs = pl.ds(pl.program_id(1) * high, high)
@@ -172,7 +170,7 @@ def _matrices(how: How, x, g, counts):
 
     def add(i, sums):
       here = pl.ds(i * step, step)
-      return sums + _dot(x[here, inputs].T, g[here, outputs], precision)
+      return sums + _dot(x[here, inputs].T, g[here, outputs])
 
     zero = jnp.zeros((high, wide), jnp.float32)
     w[...] = jax.lax.fori_loop(first[...], last[...], add, zero)
@@ -220,11 +218,8 @@ def _options(how: How, x, O: int) -> dict:
   }
 
 
-def _precision(x):
-  return 'highest' if x.dtype == jnp.float32 else None
-
-
-def _dot(a, b, precision):
+def _dot(a, b):
+  precision = 'highest' if a.dtype == jnp.float32 else None
   kind = dict(preferred_element_type=jnp.float32, precision=precision)
   return jnp.dot(a, b, **kind)
 

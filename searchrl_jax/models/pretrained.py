@@ -165,8 +165,7 @@ def _open_folder(path: pathlib.Path) -> dict[str, Stored]:
   """The tensors of a model of text, by name.
 
   Those of a checkpoint that has images too, or that a wrapper saved, are
-  renamed, or left out. A tensor of all experts is listed as
-  one for each.
+  renamed, or left out. A tensor of all experts is listed as one for each.
 
   Raises:
     FileNotFoundError: there is no such file, or a shard of the index is absent.
