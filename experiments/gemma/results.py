@@ -9,11 +9,13 @@ results.json
          'dev_short': the questions of 'dev' with a short answer that stands
          early in their passage. Of arms with several seeds, only seed 0 has
          evaluations but 'after' and 'sampled'
-  gains  [{arm, start, evaluation, seeds, n, gain, interval, wins, losses}]
+  gains  [{arm, start, evaluation, seeds, n, before, gain, interval, wins,
+         losses}] on 'dev', or what TTRL was asked of it ('asked') or not
+         ('after'); before: exact match of the start
   curves arm -> seed -> metric -> [[step, value]]
   bars   [{name, value, low, bar, holds}]
 hits.json
-  ids, and for each arm/seed/evaluation on 'dev' a string of 0 and 1: whether
+  ids, and for each arm/seed/evaluation of them a string of 0 and 1: whether
   the answer to the question at this place of ids matched exactly (-: not asked)
 
 Runs that these files have and the working folder has not stay in them, so that
@@ -141,11 +143,13 @@ def gain(ours: Sequence[Hits], theirs: Sequence[Hits]) -> dict[str, Any]:
   runs = (*ours, *theirs)
   ids = sorted(set.intersection(*(set(run) for run in runs)))
   of = lambda runs: np.array([[run[i] for i in ids] for run in runs]).mean(0)
-  apart = of(ours) - of(theirs)
+  before = of(theirs)
+  apart = of(ours) - before
   found = mean(apart.tolist())
   return {
     'seeds': len(ours),
     'n': len(ids),
+    'before': round(float(before.mean()), 4),
     'gain': round(found.mean, 4),
     'interval': [round(found.low, 4), round(found.high, 4)],
     'wins': int((apart > 0).sum()),
@@ -205,23 +209,27 @@ def earlier(out: pathlib.Path) -> tuple[dict, Marks]:
 
 def compare(arms: Sequence[dict], marks: Marks) -> list[dict]:
   """The gains: of trained arms, of what else was trained, over baselines."""
-  pairs = [('lora_good', 'good')]
+  starts = {'lora_good': 'good', 'ttrl': 'good', 'zerosearch': 'good'}
+  pairs = [*starts.items(), ('ssrl', 'own'), ('ssp', 'roles')]
   fine_tuned = chosen('rag_fine_tuned', arms)
   for arm, start in TRAINED.items():
     more = chosen(f'more_{start}', arms)
     pairs += [(arm, start), (more, start)]
     pairs += [(arm, other) for other in (more, 'rag_few_shot', fine_tuned)]
+  compared = [(*pair, e, e) for pair in pairs for e in ('after', 'sampled')]
+  # Its questions are a part of those that the start was asked.
+  compared.append(('ttrl', 'good', 'asked', 'after'))
+  compared.append(('ssrl', 'own', 'real', 'real'))
   gains = []
-  for arm, start in pairs:
-    for evaluation in ('after', 'sampled'):
-      two = marks.get((arm, evaluation)), marks.get((start, evaluation))
-      if all(two):
-        ours, theirs = two
-        # A run is compared with its own start, where that has a seed too.
-        own = [theirs[case] for case in ours if case in theirs]
-        own = own if len(own) == len(ours) else [*theirs.values()]
-        named = {'arm': arm, 'start': start, 'evaluation': evaluation}
-        gains.append(named | gain([*ours.values()], own))
+  for arm, start, evaluation, before in compared:
+    two = marks.get((arm, evaluation)), marks.get((start, before))
+    if all(two):
+      ours, theirs = two
+      # A run is compared with its own start, where that has a seed too.
+      own = [theirs[case] for case in ours if case in theirs]
+      own = own if len(own) == len(ours) else [*theirs.values()]
+      named = {'arm': arm, 'start': start, 'evaluation': evaluation}
+      gains.append(named | gain([*ours.values()], own))
   return gains
 
 
@@ -260,8 +268,8 @@ def write(
       of = curves.setdefault(arm.name, {})
       of[case] = figures.curve(folder.parent / 'run', sweep.curves)
     arms += [entry | {'vocabulary': about['vocabulary']} for entry in found]
-    told = name in ('after', 'sampled', 'gold')
-    if told and found and found[0]['set'] == 'dev':
+    told = name in ('after', 'sampled', 'gold', 'asked', 'real')
+    if told and found:
       marks.setdefault((arm.name, name), {})[case] = hits(folder)
   here = {(a['arm'], a['seed']) for a in arms}
   arms += [a for a in record['arms'] if (a['arm'], a['seed']) not in here]
@@ -301,7 +309,7 @@ def show(record: Mapping[str, Any]) -> str:
     }
 
   scored = 'arm seed evaluation em em_interval f1 searches found em_found'
-  gained = 'arm start evaluation seeds n gain interval wins losses'
+  gained = 'arm start evaluation seeds n before gain interval wins losses'
   tables = (
     [line(a, scored) for a in record['arms'] if a['set'] == 'dev'],
     [line(g, gained) for g in record['gains']],

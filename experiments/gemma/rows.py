@@ -18,6 +18,7 @@ from ml_collections import ConfigDict
 
 from configs import gemma
 from experiments import rows
+from experiments.gemma import documents, selfplay
 from searchrl_jax import schema
 from searchrl_jax.data import core as data
 from searchrl_jax.evaluate import policy as evaluate
@@ -92,7 +93,11 @@ START = POLICY | {'gold': on('dev', GOLD), 'pass': on('dev', PASS, n=200)}
 START |= {name: on(name) for name in ('hotpotqa', '2wiki', 'musique')}
 # The first is what the table of a sweep shows.
 TTRL = {'after': on('rest'), 'asked': on('asked')}
-VOTE = {'asked': on('asked'), 'rest': on('rest')}
+# The simulator is told the answers.
+REAL = {'source.module': 'service'}
+SEARCHED = {'after': on('dev', REAL), 'sampled': on('dev', REAL | ROLLOUTS)}
+# 20 steps of 8 x 8.
+SHORT = {'train.steps': 20, 'rollout.questions': 8}
 
 
 def get_sweep(arg=None):
@@ -140,8 +145,7 @@ def get_sweep(arg=None):
 
   def ttrl(seed: int):
     """Rewarded by the vote of eight samples, on questions of 'asked'."""
-    # Each of 160 questions once.
-    c = config(fields={'train.steps': 20, 'rollout.questions': 8})(seed)
+    c = config(fields=SHORT)(seed)  # each of 160 questions once
     c.data.train = asked('asked')
     del c.reward.em, c.reward.f1
     group = c.rollout.group
@@ -159,10 +163,21 @@ def get_sweep(arg=None):
 
   def own(seed: int):
     """The policy writes what its searches find (SSRL)."""
-    c = config(fields={'train.steps': 20})(seed)
+    c = config(fields=SHORT)(seed)
     c.env.information = 'policy'
     c.env.max_turns, c.env.max_turn_tokens = 0, 256
     return c
+
+  def changed(*changes):
+    """A config of SHORT, changed by functions of it."""
+
+    def of(seed: int):
+      c = config(fields=SHORT)(seed)
+      for change in changes:
+        change(c)
+      return c
+
+    return of
 
   real = {
     'env.information': 'source',
@@ -179,6 +194,9 @@ def get_sweep(arg=None):
   }
   starts = {'good': good, 'hesitant': hesitant, 'own': own}
   starts |= {f'reading_{n}': of for n, of in readers.items()} | longer
+  starts['simulator'] = changed(documents.learn)
+  starts['roles'] = changed(selfplay.learn)
+  play = changed(selfplay.learn, selfplay.play)
   passage = functools.partial(on, module='baselines')
   read = {'after': passage('dev'), 'gold': passage('dev', gold=True)}
   both = {'after': on('dev'), 'real': on('dev', real)}
@@ -203,7 +221,7 @@ def get_sweep(arg=None):
       )
       for n, of in readers.items()
     ),
-    baseline('good', good, 'good', evaluations=START | VOTE),
+    baseline('good', good, 'good', evaluations=START),
     baseline('hesitant', hesitant, 'hesitant', evaluations=START),
     *(
       rows.Arm(
@@ -224,6 +242,23 @@ def get_sweep(arg=None):
     rows.Arm('ttrl', ttrl, 'good', evaluations=TTRL, seeds=(0,)),
     baseline('own', own, 'own', evaluations=both),
     rows.Arm('ssrl', own, 'own', evaluations=both, seeds=(0,)),
+    rows.Arm(
+      'zerosearch',
+      changed(documents.simulate),
+      'good',
+      evaluations=SEARCHED,
+      seeds=(0,),
+      folders={'source.simulator.path': 'simulator'},
+    ),
+    baseline('roles', starts['roles'], 'roles', evaluations=POLICY),
+    rows.Arm(
+      'ssp',
+      play,
+      'roles',
+      evaluations=POLICY,
+      seeds=(0,),
+      loop='experiments.ssp.train.train',
+    ),
     *(
       baseline(name, of, name, evaluations=POLICY | {'tune': on('tune')})
       for name, of in longer.items()

@@ -3,14 +3,18 @@
 import collections
 import gzip
 import json
+import re
 import shutil
 
 import pytest
 
-from experiments.gemma import questions, results, rows
+from experiments.gemma import documents, questions, results, rows, selfplay
+from experiments.ssp import game, start
 from searchrl_jax.data import core as data
 from searchrl_jax.data.checks import DataError
+from searchrl_jax.sources import simulated
 from searchrl_jax.sweep import core
+from searchrl_jax.text import prompts
 from searchrl_jax.types import Passage
 from tests.conftest import ROOT
 
@@ -49,7 +53,7 @@ def search(queries, k):
   """The town that a query names."""
   out = []
   for query in queries:
-    (i, *_) = [w for w in query.split() if w.isdigit()] or ['0']
+    (i, *_) = re.findall(r'\d+', query) or ['0']
     title, text = passage(int(i)).split('\n')
     out.append([Passage(i, title.strip('"'), text)][:k])
   return out
@@ -139,6 +143,48 @@ def test_answers_from_memory_have_to_be_there(folder):
     traces(folder, n=4, memory=0.5)
 
 
+def test_a_simulator_is_asked_as_it_learned(folder):
+  """Every other document is useful, and only these state the answer."""
+  path = str(folder / 'qa_train.jsonl.gz')
+  made = documents.traces(path, search, str(folder), n=20, seed=0)
+  for i, trace in enumerate(made):
+    ((_, text),) = trace.actions
+    useful = i % 2 == 0
+    assert ('John Gray' in text) == useful
+    for prompt, told in (
+      (documents.USEFUL, useful),
+      (documents.NOISY, not useful),
+    ):
+      assert trace.question.text.endswith(prompt.rpartition('\n')[2]) == told
+  config = rows.get_sweep('model=small').arm('zerosearch').config(0)
+  fields = config.source.simulator
+  simulated.check(fields)
+  template = prompts.load(documents.TEMPLATE)
+  assert template.prompt.format(question=documents.USEFUL) == fields.useful
+  opened, closed = template.answer
+  found = re.search(fields.document, f'{opened} {text} {closed}')
+  assert f'{found["title"]} : {found["text"]}' == text
+
+
+def test_roles_of_self_play_take_turns(folder):
+  path = str(folder / 'qa_train.jsonl.gz')
+  made = selfplay.traces(path, search, str(folder), n=21, seed=0)
+  templates = {'': 0, selfplay.TEMPLATE: 1, documents.TEMPLATE: 2}
+  answers = {q.text: q for q in selfplay.load(path, str(folder))}
+  for i, trace in enumerate(made):
+    assert templates[trace.template] == i % 3
+    question, (*_, (_, answer)) = trace.question, trace.actions
+    if i % 3 == 1:  # asks what its passage answers, and does not tell it
+      ((_, query), (_, (passage,)), _) = trace.actions
+      assert query == question.text in passage.text
+      assert question.text in answers and query not in answer
+    elif i % 3 == 2:
+      first, second, asked = question.text.split('\n')
+      assert (answer in first) != (answer in second)
+      assert asked.startswith('Question: who is the mayor')
+  assert all(q.answers[0] == text for text, q in answers.items())
+
+
 def test_every_arm_can_run(folder, monkeypatch):
   """Its config holds, and so do the questions and traces that it asks for."""
   for name in ('closed_book.json', 'rag.json'):  # of `baselines.few_shot`
@@ -162,13 +208,17 @@ def test_every_arm_can_run(folder, monkeypatch):
 
   monkeypatch.setattr(rows.evaluate, 'evaluate', evaluate)
   for arm in sweep.arms:
+    if arm.loop == 'experiments.ssp.train.train':
+      start.check(arm.config(0))
+      stream = data.open_stream(arm.config(0).data, 0)
+      assert game.briefs(stream.questions, arm.config(0), 0)
     for run in arm.evaluations.values():
       run(arm.config(0), '', '')
   assert {*asked} == {*rows.SETS} - {'train'}
-  for start in sweep.warm.values():
-    fields = start.config(0).sft.data
+  for warm in sweep.warm.values():
+    fields = warm.config(0).sft.data
     fields.n = 10
-    assert len(data.load_traces(fields, start.config(0).data, search)) == 10
+    assert len(data.load_traces(fields, warm.config(0).data, search)) == 10
 
 
 def test_only_seed_0_has_the_long_evaluations(tmp_path, monkeypatch):
