@@ -281,6 +281,9 @@ def base() -> ConfigDict:
   # In process: no bit depends on what else is sampled, and a step takes as long
   # as it has slots. False, on a CPU: as long as it has active ones.
   c.engine.exact = True
+  # Of a model with experts: records which ones each token used, and trains with
+  # these (routing replay, R3: Ma et al., arXiv 2510.11370).
+  c.engine.record_routes = False
   # The difference of engine and trainer that stops a run: of a log-prob, or of
   # its relative error where that is below -1.
   c.engine.canary_tolerance = 1e-3

@@ -192,6 +192,9 @@ class Trajectory:
   train_context: tuple[Segment, ...] | None = None
   meta: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   contexts: tuple[Context, ...] = ()  # after the first, in order
+  # Of each context, which experts its tokens used when it was sampled: int16
+  # [n, L, k], see `JaxEngine.routes`. (): not known. In no file.
+  routes: tuple = dataclasses.field(default=(), repr=False, compare=False)
   # What it took to sample it, by the counters of `rollout.core.RolloutStats`:
   # for a later start of its step. In no file but a checkpoint.
   spent: dict = dataclasses.field(
@@ -331,6 +334,8 @@ class Batch:
   # Where equal beginnings are computed once; None: each row is computed.
   tree: PrefixTree | None = None
   lines: Lines | None = None  # None: each trajectory has one context
+  # int16 [B, T, L, k], the experts to use; -1: not known. None: of no token.
+  routes: np.ndarray | None = None
 
   def parts(self) -> Iterator[tuple[int, tuple[int, slice], slice]]:
     """Like `spans`, without the prompts of further contexts, and where the

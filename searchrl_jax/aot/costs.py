@@ -1,7 +1,6 @@
 """What a run takes: memory, and the arithmetic of a step."""
 
 from collections.abc import Mapping
-import dataclasses
 import math
 from typing import NamedTuple
 
@@ -37,7 +36,7 @@ def of_run(config, cfg, mesh, working: int | None = None) -> Costs:
   own = nbytes(state.params)
   engine, limit, r = config.engine, config.env.max_tokens, config.rollout
   # Its own copy: the update gives the trainer's away.
-  own_cfg = dataclasses.replace(cfg, dtype=engine.dtype)
+  own_cfg = decode.served(cfg, engine)
   # A process has an engine of its own, and a share of the questions.
   here = sharding.own_mesh(mesh)
   flying = min(

@@ -7,7 +7,6 @@ the chip's data sheet.
 """
 
 from collections.abc import Iterator
-import dataclasses
 import math
 import re
 from typing import Any, NamedTuple
@@ -136,7 +135,7 @@ def programs(config, cfg, mesh) -> Iterator[Program]:
 
 
 def _sampler(engine, cfg, mesh) -> Iterator[Program]:
-  cfg = dataclasses.replace(cfg, dtype=engine.dtype, remat='none')
+  cfg = decode.served(cfg, engine)
   parts = sharding.parts(mesh, engine.slots)
   shape = decode.Shape(
     engine.slots, engine.max_len, engine.chunk, engine.prefill_rows, parts

@@ -133,6 +133,7 @@ class Tokens(NamedTuple):
   column: int = 0  # tokens of the trajectory's rows before it
   prompt: int = 0  # tokens that the context began with; 0 in the first
   start: int = 0  # tokens of `Trajectory.trained` before the others
+  routes: np.ndarray | None = None  # int16 [n, L, k], see `Batch`
 
 
 def tokens_of(index: int, trajectory: Trajectory) -> list[Tokens]:
@@ -158,14 +159,22 @@ def tokens_of(index: int, trajectory: Trajectory) -> list[Tokens]:
   [mask] = masks([trajectory])
   column = start = 0
   prompts = [0, *(len(c.prompt) for c in trajectory.contexts)]
-  for prompt, row in zip(prompts, trajectory.rows, strict=True):
+  routes = [None] * len(prompts)
+  if len(trajectory.routes) == len(prompts) and not trajectory.train_context:
+    routes = trajectory.routes
+  rows = zip(prompts, trajectory.rows, routes, strict=True)
+  for prompt, row, chosen in rows:
     blank = lambda s: np.full(len(s.ids), np.nan)
     logps = [blank(s) if s.logps is None else s.logps for s in row]
     ids = np.concatenate([s.ids for s in row]).astype(np.int32)
     end = start + len(ids) - prompt
     own = np.concatenate([np.zeros(prompt, bool), mask[start:end]])
     logps = np.concatenate(logps).astype(np.float32)
-    out.append(Tokens(index, ids, own, logps, column, prompt, start))
+    if chosen is not None:
+      more = max(len(ids) - len(chosen), 0)  # behind the last one sampled
+      chosen = np.pad(chosen, ((0, more), (0, 0), (0, 0)), constant_values=-1)
+      chosen = chosen[: len(ids)]
+    out.append(Tokens(index, ids, own, logps, column, prompt, start, chosen))
     column, start = column + len(ids), end
   return out
 
@@ -279,9 +288,16 @@ def split(trajectories, kept, group_ids, minibatches: int, seed) -> list:
 
 
 def empty(
-  batch_config, length: int, shards: int = 1, contexts: int = 1
+  batch_config,
+  length: int,
+  shards: int = 1,
+  contexts: int = 1,
+  routes: tuple[int, int] | None = None,
 ) -> Batch:
-  """A microbatch without a single trajectory, of that many contexts at most."""
+  """A microbatch without a single trajectory, of that many contexts at most.
+
+  routes: layers that have experts, and experts of a token; None: no column.
+  """
   shape = B, _ = rows_of(batch_config, shards), length
   places = B * places_of(batch_config, length)
   M, tree = batch_config.prefix_tokens, None
@@ -300,7 +316,14 @@ def empty(
     owner=np.full(places, -1, np.int32),
     tree=tree,
     lines=Lines(*np.zeros((4, places), np.int32)) if contexts > 1 else None,
+    routes=np.full((*shape, *routes), -1, np.int16) if routes else None,
   )
+
+
+def _routes_of(parts: Sequence[Tokens]) -> tuple[int, int] | None:
+  """Layers that have experts, and experts of a token, if any part has them."""
+  known = (x.routes.shape[1:] for x in parts if x.routes is not None)
+  return next(known, None)
 
 
 def add(b: Batch, row: int, trajectory: Tokens) -> int:
@@ -319,6 +342,8 @@ def add(b: Batch, row: int, trajectory: Tokens) -> int:
   mask = trajectory.mask
   b.ids[at], b.mask[at] = trajectory.ids, mask
   b.behaviour_logps[at] = np.where(mask, trajectory.logps, 0.0)
+  if trajectory.routes is not None:
+    b.routes[at] = trajectory.routes
   return n
 
 
@@ -435,7 +460,8 @@ def pack(
     if found is not None:
       break
     tokens = sum(buckets) + max(1, sum(buckets) // 256)
-  out = [empty(batch_config, length, shards, contexts) for length in buckets]
+  how = shards, contexts, _routes_of(parts)
+  out = [empty(batch_config, length, *how) for length in buckets]
   for unit, rows in zip(units, found, strict=True):
     entries = [add(out[r // B], r % B, part) for part, r in zip(unit, rows)]
     lines = out[rows[0] // B].lines
@@ -469,7 +495,8 @@ def _pack_trees(
     if full or not fits.size:
       s, used, common, left = (s + 1) % shards, 0, 0, loss
       if s == 0:
-        out.append(empty(batch_config, length, shards))
+        how = dict(shards=shards, routes=_routes_of(parts))
+        out.append(empty(batch_config, length, **how))
       path, free, places = last[:0], np.full(rows, length), np.full(rows, most)
       fits = np.arange(rows)
     batch, r = out[-1], int(fits[0])

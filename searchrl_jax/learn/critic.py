@@ -44,6 +44,6 @@ def token_values(params, cfg: decoder.DecoderConfig, arrays: dict, mesh=None):
 
   arrays: as `logps.gather` takes them.
   """
-  x, spread = logps.gather(params, cfg, arrays, mesh)
+  x, spread, _ = logps.gather(params, cfg, arrays, mesh)
   w, b = (params[k].astype(jnp.float32) for k in ('value', 'value_bias'))
   return spread(jnp.sum(x.astype(jnp.float32) * w, -1) + b)

@@ -67,11 +67,12 @@ class Learner:
     temperature = 1.0 if supervised else config.rollout.temperature
     n = config.env.max_contexts
     shared = dict(tx=tx, mesh=mesh, temperature=temperature, contexts=n)
+    replays = config.engine.record_routes and not supervised
     self._updaters: dict[str, update.Updater] = {}
     for role, c in self._roles.items():
       goal = objectives.supervised() if supervised else objectives.policy(c)
       self._updaters[role] = self.updater = update.Updater(
-        cfg, config.batch, objective=goal, **shared
+        cfg, config.batch, objective=goal, replays=replays, **shared
       )
     taught = not supervised and any(map(self._taught, self._roles))
     lookup.require(

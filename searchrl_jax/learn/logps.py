@@ -204,14 +204,17 @@ def gather(params, cfg: decoder.DecoderConfig, arrays: dict, mesh=None):
   Args:
     arrays: ids int32 [B, T], starts int32 [N] of the trajectories in them
       (`types.Batch`), and where the loss tokens are, index int32 [S, C] and
-      inverse int32 [S, P] (`update.compaction`).
+      inverse int32 [S, P] (`update.compaction`). routes int16 [B, T, L, k] (of
+      the tree's nodes, if there is one): the experts to use, or None.
 
   Returns:
-    hidden states [S, C, D], zeros past the loss tokens, and a function of
-    x [S, C, ...] that gives [B, T, ...], zeros off the loss tokens.
+    hidden states [S, C, D], zeros past the loss tokens, a function of
+    x [S, C, ...] that gives [B, T, ...], zeros off the loss tokens, and of
+    routes float32 [2], sums over the loss tokens: 1 where they are not known,
+    the share of layers in which the router would choose others; else None.
   """
   ids, index, inverse = arrays['ids'], arrays['index'], arrays['inverse']
-  (B, T), (S, C) = ids.shape, index.shape
+  routes, (B, T), (S, C) = arrays.get('routes'), ids.shape, index.shape
   P = B * T // S
   # The token at p is predicted from p - 1. No loss token stands first in its
   # trajectory, so the step back never leaves it.
@@ -219,26 +222,35 @@ def gather(params, cfg: decoder.DecoderConfig, arrays: dict, mesh=None):
   if arrays['tree'] is not None:
     tree = arrays['tree']
     nodes = attention.Nodes(tree.depths, tree.ends)
-    x = decoder.hidden_states(
-      params, cfg, tree.ids, mesh=mesh, tree=nodes, longest=T
+    x, differs = decoder.replayed(
+      params, cfg, tree.ids, routes, mesh=mesh, tree=nodes, longest=T
     )
     # Trajectories share nodes: gradients are summed.
     M = tree.ids.shape[1]
     at = tree.at.reshape(S, P)
-    x = _take(x, jnp.where(index < P, _take(at, before), M))
+    places = jnp.where(index < P, _take(at, before), M)
+    x = _take(x, places)
   else:
     starts = arrays['starts'].reshape(B, -1)
-    x = decoder.hidden_states(params, cfg, ids, mesh=mesh, starts=starts)
+    x, differs = decoder.replayed(
+      params, cfg, ids, routes, mesh=mesh, starts=starts
+    )
     after = jnp.concatenate(
       [inverse[:, 1:], jnp.full((S, 1), C, inverse.dtype)], 1
     )
+    places = before
     x = compact(x.reshape(S, P, -1), before, after)
   x = sharding.constrain(x, mesh, 'batch', 'time', 'features')
+  replay = None
+  if routes is not None:
+    unknown = (routes[:, :, 0, 0] < 0).astype(jnp.float32)
+    both = (_take(y.reshape(S, -1), places) for y in (unknown, differs))
+    replay = jnp.stack([jnp.sum(y) for y in both])
 
   def spread(y):
     return compact(y, inverse, index).reshape(B, T, *y.shape[2:])
 
-  return x, spread
+  return x, spread, replay
 
 
 def columns(x, w, at, targets, logps, temperature: float, chunk: int):
@@ -278,7 +290,7 @@ def top(
 
   See `token_logps`.
   """
-  x, spread = gather(params, cfg, arrays, mesh)
+  x, spread, _ = gather(params, cfg, arrays, mesh)
   w = params['embed'] if cfg.tied else params['head'].T
   blocks, padded = _blocks(w, -(-x.shape[1] // head_chunk), mesh)
 
@@ -321,13 +333,14 @@ def token_logps(
     entropy_grad: whether the entropy is differentiated.
 
   Returns:
-    logps and entropy in nats, float32 [B, T], 0 on other tokens, and the
-    log-probs of arrays['at'] [B, T, K], or None without them. Entropy is None
-    if not wanted, and then logps have no efficient gradient.
+    logps and entropy in nats, float32 [B, T], 0 on other tokens, the
+    log-probs of arrays['at'] [B, T, K], or None without them, and what `gather`
+    says of routes. Entropy is None if not wanted, and then logps have no
+    efficient gradient.
   """
   index = arrays['index']
   S = len(index)
-  x, spread = gather(params, cfg, arrays, mesh)
+  x, spread, replay = gather(params, cfg, arrays, mesh)
   targets = _take(arrays['ids'].reshape(S, -1), index)
   w = params['embed'] if cfg.tied else params['head'].T
   if entropy:
@@ -342,6 +355,6 @@ def token_logps(
     own = _take(at.reshape(S, -1, at.shape[-1]), index)
     at = spread(columns(x, w, own, targets, logps, temperature, head_chunk))
   if not entropy:
-    return spread(logps), None, at
+    return spread(logps), None, at, replay
   both = spread(jnp.stack([logps, h], -1))
-  return both[..., 0], both[..., 1], at
+  return both[..., 0], both[..., 1], at, replay

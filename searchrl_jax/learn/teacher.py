@@ -109,6 +109,12 @@ def check(config) -> None:
   c = config.teacher
   if not c.context:
     return
+  lookup.require(
+    not config.engine.record_routes,
+    f'config.engine.record_routes=True with teacher.context={c.context!r}: a '
+    'teacher chooses experts anew, which would be a part of its difference '
+    'from the policy; use False',
+  )
   k, how = c.columns.k, config.algorithm.aggregation
   lookup.require(
     not k or how == 'token',

@@ -155,6 +155,7 @@ class Updater:
   objective: Objective
   mesh: Any = None  # None: the default device alone
   contexts: int = 1  # of a trajectory, at most
+  replays: bool = False  # whether experts are those of `Batch.routes`
 
   def __post_init__(self):
     self.mesh = self.mesh or sharding.make_mesh(devices=jax.devices()[:1])
@@ -226,12 +227,29 @@ class Updater:
       'inverse': inverse,
       'old': zeros if old is None else old,
       'ref': zeros if ref is None else ref,
+      'routes': self._routes(batch) if self.replays else None,
     }
     if k := self.objective.columns:
       none = np.zeros((*batch.ids.shape, k), np.float32)
       arrays |= (told or Told(none.astype(np.int32), none, zeros))._asdict()
     del arrays['owner']
     return jax.tree.map(functools.partial(place, self.mesh), arrays)
+
+  def _routes(self, batch: Batch) -> np.ndarray:
+    """`Batch.routes`, of the nodes if there is a tree; -1 if there are none."""
+    layers = len(self.cfg.layers_with('router'))
+    each, found, tree = (layers, self.cfg.moe.chosen), batch.routes, batch.tree
+    if found is None:
+      found = np.full((*batch.ids.shape, *each), -1, np.int16)
+    if tree is None:
+      return found
+    nodes = np.full((*tree.ids.shape, *each), -1, np.int16)
+    rows = len(batch.ids) // len(tree.ids)
+    for _, (row, span) in batch.spans():
+      own = found[row, span]
+      known = own[:, 0, 0] >= 0  # of the last token another may know them
+      nodes[row // rows, tree.at[row, span][known]] = own[known]
+    return nodes
 
   def like(self, length: int) -> dict:
     """The shapes of `put` for microbatches with rows of this length."""
@@ -245,7 +263,7 @@ class Updater:
     """Of the loss tokens, their entropy, and those of a teacher's columns."""
     if self.objective.critic:
       values = critic.token_values(params, self.cfg, arrays, self.mesh)
-      return values, None, None
+      return values, None, None, None
     chunk, grad = self.batch_config.head_chunk, self.objective.entropy_grad
     how = self.temperature, chunk, self.mesh, entropy, grad
     return logps.token_logps(params, self.cfg, arrays, *how)
@@ -254,7 +272,7 @@ class Updater:
     """Loss of one microbatch (its numerator / divisor) and metric sums."""
     lines = by_trajectory(arrays, self.contexts)
     params = lora.join(params, frozen)
-    found, entropy, own = self._logps(params, arrays, True)
+    found, entropy, own, replay = self._logps(params, arrays, True)
     names = 'mask', 'behaviour_logps', 'advantages', 'old', 'ref'
     columns = {name: lines(arrays[name]) for name in names}
     o, mask = self.objective, columns['mask']
@@ -271,6 +289,8 @@ class Updater:
       'tokens': jnp.sum(mask, dtype=jnp.float32),
       'sequences': jnp.sum(jnp.any(mask, -1), dtype=jnp.float32),
     }
+    if replay is not None:
+      sums |= zip(('routes_unknown', 'routes_differ'), replay)
     return loss, jax.lax.stop_gradient(sums)
 
   def _accumulate(self, params, acc, arrays, divisor, frozen):

@@ -78,6 +78,7 @@ class DecoderConfig:
     remat: 'none' or a key of `remat.SAVED`.
     scan_unroll: layers unrolled in each step of the scan.
     attention: auto, xla, cudnn, splash.
+    keeps_routes: whether the sampler keeps the experts of each token.
   """
 
   vocab_size: int
@@ -104,6 +105,7 @@ class DecoderConfig:
   scan_unroll: int = 1
   attention: str = 'auto'
   lora: Lora | None = None
+  keeps_routes: bool = False
 
   def __post_init__(self):
     N, K, H = self.n_heads, self.n_kv_heads, self.head_dim
@@ -362,9 +364,17 @@ def _delta_net(p: dict, cfg: DecoderConfig, h, mix: Callable):
 
 
 def block(
-  p: dict, cfg: DecoderConfig, x, layer: Layer, mix: Callable, mesh=None
+  p: dict,
+  cfg: DecoderConfig,
+  x,
+  layer: Layer,
+  mix: Callable,
+  mesh=None,
+  told: Callable = lambda _: None,
 ):
   """One layer. p: this layer's parameters (no L). x [B, T, D].
+
+  told(ids int32 [B, T, k]) of the experts that a router chose.
 
   mix(q [B, T, N, H], k [B, T, K, H], v [B, T, K, H]) -> [B, T, N, H]; it
   may also write k and v to a cache. Of a delta net: mix(w, x, g, beta), see
@@ -380,7 +390,8 @@ def block(
   h = norm(cfg, x, p['mlp_norm'])
   activation = ACTIVATIONS[cfg.traits.activation]
   if 'router' in p:
-    h = experts.mix(p, cfg.moe, activation, h, mesh)
+    h, chosen = experts.mix(p, cfg.moe, activation, h, mesh)
+    told(chosen)
   else:
     gate, up = (project(p, cfg, h, name) for name in ('gate', 'up'))
     h = activation(checkpoint_name(gate, 'mlp')) * checkpoint_name(up, 'mlp')
@@ -406,6 +417,28 @@ def hidden_states(
   where they are prefix trees. longest: tokens of a sequence in such a row, at
   most; 0: T. The caller applies the head to the tokens that need it.
   """
+  return replayed(params, cfg, ids, None, mesh, starts, tree, longest)[0]
+
+
+def replayed(
+  params: dict,
+  cfg: DecoderConfig,
+  ids,
+  routes,
+  mesh=None,
+  starts=None,
+  tree: attention.Nodes | None = None,
+  longest: int = 0,
+):
+  """`hidden_states` with given experts, and where others would be chosen.
+
+  routes: int [B, T, L, k], of the layers that have experts; -1: not known.
+  None: those that are chosen.
+
+  Returns:
+    hidden states, and float32 [B, T], the share of these layers; None without
+    routes.
+  """
   B, T = ids.shape
   x = embed(params, cfg, ids)
   x = sharding.constrain(x, mesh, 'batch', 'time', 'features')
@@ -427,12 +460,24 @@ def hidden_states(
     segments = jnp.zeros_like(ids) if starts is None else packing.segments
     places = dict(positions=positions, segments=segments, mesh=mesh)
 
-  def apply(x, p, rope, window, net):
+  stacked, differs = params['layers'], None
+  if routes is not None:
+    given = jnp.moveaxis(routes.astype(jnp.int32), 2, 0)
+    stacked = stacked | {experts.ROUTES: given}
+    differs = jnp.zeros(ids.shape, jnp.float32)
+
+  def apply(state, p, rope, window, net):
+    x, differs = state
+    chosen = []
     if net:
       mix = functools.partial(deltanet.causal, cfg.delta, **places)
     else:
       mix = functools.partial(attention.causal, window=window, **how)
-    return block(p, cfg, x, Layer(window, rope, net), mix, mesh)
+    x = block(p, cfg, x, Layer(window, rope, net), mix, mesh, chosen.append)
+    if experts.ROUTES in p:
+      other = experts.differ(chosen[0], p[experts.ROUTES])
+      differs = differs + other.astype(jnp.float32) / routes.shape[2]
+    return x, differs
 
   alone = apply
   if cfg.remat != 'none':
@@ -440,20 +485,22 @@ def hidden_states(
     alone = jax.checkpoint(apply, **fields)
     # Within a scan, nothing can be merged with what is computed again.
     apply = jax.checkpoint(apply, prevent_cse=False, **fields)
-  x = _through(cfg, apply, alone, x, params['layers'], layers, longest or T)
-  return norm(cfg, x, params['final_norm'])
+  state = _through(
+    cfg, apply, alone, (x, differs), stacked, layers, longest or T
+  )
+  return norm(cfg, state[0], params['final_norm']), state[1]
 
 
 def _through(
   cfg,
   apply: Callable,
   alone: Callable,
-  x,
+  state,
   stacked: dict,
   layers: list[Layer],
   longest: int,
 ):
-  """x after all layers; apply(x, p, rope, window, delta) is one of them.
+  """After all layers; apply(state, p, rope, window, delta) is one of them.
 
   alone: the same for a layer outside the scan.
 
@@ -472,23 +519,24 @@ def _through(
     if len(ropes) > 1:
       which = jnp.array([kinds.index(y.window) for y in layers])
 
-    def step(x, layer):
+    def step(state, layer):
       p, own = layer
       rope = ropes[0]
       if own is not None:
         rope = jax.tree.map(lambda a, b: jnp.where(own, b, a), *ropes)
-      return apply(x, p, rope, 0, False), None
+      return apply(state, p, rope, 0, False), None
 
     scanned = stacked, which
-    return jax.lax.scan(step, x, scanned, unroll=cfg.scan_unroll)[0]
+    return jax.lax.scan(step, state, scanned, unroll=cfg.scan_unroll)[0]
 
   own = {name: cfg.layers_with(name) for name in stacked}
 
-  def some(apply, x, ps, count):  # one by one, from the first of a period
+  def some(apply, state, ps, count):  # one by one, from the first of a period
     for i in range(count):
       p = {k: v[own[k].index(i)] for k, v in ps.items() if i in own[k]}
-      x = apply(x, p, layers[i].rope, layers[i].window, layers[i].delta)
-    return x
+      layer = layers[i]
+      state = apply(state, p, layer.rope, layer.window, layer.delta)
+    return state
 
   n = 0 if mixed else L // P
   # Of each stack, how many are in the whole periods.
@@ -497,14 +545,14 @@ def _through(
     periods = {
       k: v[: whole[k]].reshape(n, -1, *v.shape[1:]) for k, v in stacked.items()
     }
-    x, _ = jax.lax.scan(
-      lambda x, ps: (some(apply, x, ps, P), None),
-      x,
+    state, _ = jax.lax.scan(
+      lambda state, ps: (some(apply, state, ps, P), None),
+      state,
       periods,
       unroll=max(1, cfg.scan_unroll // P),
     )
   rest = {k: v[whole[k] :] for k, v in stacked.items()}
-  return some(alone, x, rest, L - n * P)
+  return some(alone, state, rest, L - n * P)
 
 
 def logits(params: dict, cfg: DecoderConfig, hidden):

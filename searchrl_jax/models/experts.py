@@ -33,6 +33,7 @@ from searchrl_jax.models import grouped
 from searchrl_jax.models.products import dense
 
 MATRICES = 'experts_gate', 'experts_up', 'experts_down'
+ROUTES = 'experts_routes'  # beside parameters: which experts to use
 _NO_KERNEL = (
   'no kernel for experts of %d x %d in %s (it takes multiples of 16, and a GPU '
   'of the Ampere family or newer): every expert is computed for every token'
@@ -61,17 +62,29 @@ def table(s: Sizes, D: int) -> dict[str, tuple[tuple, tuple]]:
   }
 
 
-def route(s: Sizes, scores):
+def route(s: Sizes, scores, given=None):
   """The experts of each token, and their weights: int32 and float32 [B, T, k].
 
-  scores: [B, T, E], of the router.
+  Args:
+    scores: [B, T, E], of the router.
+    given: int [B, T, k], experts to use instead; -1: not known.
+
+  Returns:
+    ids and weights of the experts to use, and the ids that the router chose.
   """
   shares = jax.nn.softmax(scores.astype(jnp.float32), -1)
-  _, ids = jax.lax.top_k(jax.lax.stop_gradient(shares), s.chosen)
+  _, own = jax.lax.top_k(jax.lax.stop_gradient(shares), s.chosen)
+  ids = own if given is None else jnp.where(given < 0, own, given)
   weights = jnp.take_along_axis(shares, ids, -1)
   if s.normalised:
     weights = weights / jnp.sum(weights, -1, keepdims=True)
-  return ids, weights
+  return ids, weights, own
+
+
+def differ(own, given):
+  """Whether known experts are others than `own`, in any order: bool [B, T]."""
+  same = jnp.all(jnp.any(own[..., None] == given[..., None, :], -1), -1)
+  return ~same & (given[..., 0] >= 0)
 
 
 def require_divisible(s: Sizes | None, tensor: int, fsdp: int) -> None:
@@ -109,17 +122,19 @@ class Parts(NamedTuple):
 
 
 def mix(p: Mapping, s: Sizes, activation: Callable, x, mesh=None):
-  """y [B, T, D] of x [B, T, D].
+  """y [B, T, D] of x [B, T, D], and the experts that the router chose.
 
-  p: the parameters of `table`, of a layer.
+  p: the parameters of `table`, of a layer; with ROUTES, the experts to use
+  (`route`).
 
   Raises:
     ConfigError: the axes `fsdp` and `tensor` do not divide the experts.
   """
   scores, matrices = dense(x, p['router']), [p[name] for name in MATRICES]
+  given = p.get(ROUTES)
   mesh, left = sharding.undivided(mesh)
   if not left:
-    return _local(activation, Parts(s), x, scores, *matrices)
+    return _local(activation, Parts(s), x, scores, given, *matrices)
   own = [mesh.shape[a] if a in left else 1 for a in ('tensor', 'fsdp')]
   require_divisible(s, *own)
   experts = sharding.spec(mesh, ('experts', None, None), matrices[0].shape)
@@ -127,19 +142,19 @@ def mix(p: Mapping, s: Sizes, activation: Callable, x, mesh=None):
   return jax.shard_map(
     functools.partial(_local, activation, Parts(s, *own)),
     mesh=mesh,
-    in_specs=(rows, rows, experts, experts, experts),
-    out_specs=rows,
+    in_specs=(rows, rows, rows, experts, experts, experts),
+    out_specs=(rows, rows),
     axis_names=left,
     check_vma=False,
-  )(x, scores, *matrices)
+  )(x, scores, given, *matrices)
 
 
-def _local(activation, parts: Parts, x, scores, *matrices):
+def _local(activation, parts: Parts, x, scores, given, *matrices):
   """`mix` for the tokens of a device, and its experts.
 
   It chooses them too, because XLA does not divide a top-k.
   """
-  ids, weights = route(parts.sizes, scores)
+  ids, weights, own = route(parts.sizes, scores, given)
   if parts.tensor > 1:  # from 0; those of other devices are not in its range
     count = parts.sizes.count // parts.tensor
     ids = ids - jax.lax.axis_index('tensor') * count
@@ -151,7 +166,7 @@ def _local(activation, parts: Parts, x, scores, *matrices):
     sizes = *matrices[0].shape[1:], x.dtype
     logging.log_first_n(logging.WARNING, _NO_KERNEL, 1, *sizes)
   y = use(activation, parts, x, ids, weights.astype(x.dtype), *matrices)
-  return _sum(y) if parts.tensor > 1 else y
+  return _sum(y) if parts.tensor > 1 else y, own
 
 
 @jax.custom_vjp

@@ -166,6 +166,10 @@ class Services:
     default_factory=lambda: collections.defaultdict(collections.Counter)
   )
   handles: list[Handle] = dataclasses.field(default_factory=list)  # open ones
+  # What an engine recorded of the earlier contexts of a handle.
+  routes: dict[Handle, list] = dataclasses.field(
+    default_factory=lambda: collections.defaultdict(list)
+  )
   # What `on_group` was told of, by the identity of its trajectories.
   told: dict[tuple[int, ...], Group] = dataclasses.field(default_factory=dict)
   last_error: types.SearchError | None = None
@@ -329,9 +333,26 @@ class Services:
     try:
       while not isinstance(action, Done):
         state, action = await self.turn(handle, state, action, sample, branch)
+      seconds = time.monotonic() - begin
+      return await self.trajectory(handle, state, sample, seconds)
     finally:
       self.close(handle)
-    return self.env.trajectory(state, sample, time.monotonic() - begin)
+
+  async def trajectory(
+    self, handle: Handle, state: State, sample: int, seconds: float, meta=None
+  ) -> Trajectory:
+    """`env.trajectory` of what a handle has, with the experts of its tokens."""
+    made = self.env.trajectory(state, sample, seconds, meta)
+    await self._keep_routes(handle)
+    routes = tuple(self.routes.pop(handle, ()))
+    return dataclasses.replace(made, routes=routes) if routes else made
+
+  async def _keep_routes(self, handle: Handle) -> None:
+    """Keeps those of a context, if the engine records them."""
+    recorded = getattr(self.engine, 'routes', None)
+    found = recorded and await recorded(handle)
+    if found is not None:
+      self.routes[handle].append(found)
 
   async def turn(
     self,
@@ -376,6 +397,7 @@ class Services:
     self, handle: Handle, action: Generate, seed: int, count: Callable
   ) -> Completion:
     if action.keep is not None:
+      await self._keep_routes(handle)
       self.engine.truncate(handle, action.keep)
       count(contexts=1, carried_tokens=action.carried)
     if action.append:

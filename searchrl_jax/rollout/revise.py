@@ -138,11 +138,12 @@ async def _revised(
     # What the draft appended after this state is in the handle.
     again = state, dataclasses.replace(action, append=())
     points = await _play(services, handle, again, attempt, ['cut'])
-  services.close(handle)
   seconds = time.monotonic() - begin
   state = points[-1][0]
   meta = {'cut': cut, 'draft': env.answer(draft), 'found': _found(state)}
-  return env.trajectory(state, attempt, seconds, meta), said
+  final = await services.trajectory(handle, state, attempt, seconds, meta)
+  services.close(handle)
+  return final, said
 
 
 async def _play(

@@ -109,8 +109,8 @@ async def _grow(
     seconds = time.monotonic() - begin
     parted = node.path[-1] if node.path else ''
     meta = {'tree': tree, 'node': parted, 'path': list(path)}
-    trajectory = services.env.trajectory(state, sample, seconds, meta)
-    return trajectory, nodes[:-1]
+    found = await services.trajectory(handle, state, sample, seconds, meta)
+    return found, nodes[:-1]
 
   leaves = [await play(root, tree)]
   for n in range(rounds):

@@ -202,6 +202,10 @@ def engine(config: ConfigDict, cfg, params, tok, mesh, workdir: str):
 def check_engine(config: ConfigDict, cfg) -> None:
   """Refuses a model that the engine cannot serve, before it is loaded."""
   engine, limit = config.engine, config.env.max_tokens
+  lookup.require(
+    cfg.moe or not engine.record_routes,
+    'config.engine.record_routes=True: the model has no experts; use False',
+  )
   engines.module(engine.module).capacity(cfg, engine, limit)
 
 
@@ -287,7 +291,8 @@ def _simulator(config, policy, tok, mesh, workdir: str):
     theirs.model.lora.update(rank=0, path='')
     theirs.train.init = ''
   theirs.engine = config.engine.copy_and_resolve_references()
-  theirs.engine.update({'url': ''} | fields.engine.to_dict())
+  own = {'url': '', 'record_routes': False}
+  theirs.engine.update(own | fields.engine.to_dict())
   require_alone(theirs, mesh, f'config.source.simulator.path={path!r}')
   tok = build.tokenizer(theirs, folder)
   cfg = parameters.model_config(theirs, tok.vocab_size, tok.needed)

@@ -39,6 +39,7 @@ def config(**changes) -> ConfigDict:
     chunk=4,
     prefill_rows=2,
     exact=True,
+    record_routes=False,
     dtype='float32',
     canary_tolerance=1e-3,
     host_gib=1.0,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from searchrl_jax.devices import sharding
-from searchrl_jax.engines.core import EngineError, Sampling
+from searchrl_jax.engines.core import EngineError, Sampling, WeightsUpdate
 from searchrl_jax.engines.vllm import client
 from searchrl_jax.lookup import ConfigError
 from searchrl_jax.models import decoder
@@ -61,6 +61,53 @@ def test_its_log_probs_are_those_of_the_decoder(engine):
   want = base.full_logps(ids, cfg=CFG)
   at = np.arange(len(ids) - 6, len(ids))
   np.testing.assert_allclose(later.logps, want[at - 1, later.ids], atol=1e-5)
+
+
+async def recorded(engine):
+  """Handles whose routes were recorded: cut, forked, evicted, beside others."""
+  first = engine.open(prompt(engine, 9))
+  others = [engine.open(prompt(engine, 5 + i, seed=i)) for i in range(6)]
+  sample = lambda h, n: engine.generate(h, Sampling(max_tokens=n, seed=n))
+  await sample(first, 9)
+  child = engine.fork(first)
+  engine.truncate(child, 14)
+  engine.append(child, range(7))
+  await asyncio.gather(sample(child, 6), *(sample(h, 5) for h in others))
+  engine.append(first, range(3))
+  await sample(first, 4)
+  handles = first, child, *others
+  return [(list(h.ids), await engine.routes(h)) for h in handles]
+
+
+@pytest.mark.parametrize('mesh', [None, (2, 1, 2)])
+def test_routes_are_those_that_the_decoder_chooses(engine, mesh):
+  """Of all tokens but the last; recording them changes no bit."""
+  made = (
+    {}
+    if mesh is None
+    else {'mesh': sharding.make_mesh(*mesh, devices=jax.devices()[:4])}
+  )
+  many = common.make_engine(cfg=CFG, record_routes=True, **made)
+  many.warmup()
+  found = asyncio.run(recorded(many))
+  assert many.stats()['evictions'] > 0
+  for ids, routes in found:
+    assert routes.shape == (len(ids), 2, 2)  # the first layer has none
+    assert (routes[:-1] >= 0).all() and (routes[-1] == -1).all()
+    params = common.make_params(cfg=CFG)
+    run = decoder.replayed(params, CFG, np.array([ids]), routes[None])
+    assert not np.asarray(run[1]).any()
+  if mesh is None:
+    assert (
+      asyncio.run(sampled(many, 2))[:3] == asyncio.run(sampled(engine, 2))[:3]
+    )
+  # A sync drops what it has of a handle.
+  handle = many.open(prompt(many, 9))
+  asyncio.run(many.generate(handle, Sampling(max_tokens=3)))
+  asyncio.run(many.sync(WeightsUpdate(params, 1)))
+  asyncio.run(many.resume())
+  assert (asyncio.run(many.routes(handle)) == -1).all()
+  assert asyncio.run(engine.routes(engine.open(prompt(engine, 9)))) is None
 
 
 @pytest.mark.long

@@ -311,6 +311,7 @@ KW = {'algorithm.advantage_kw': dict(scale=1.0, outcome=0.0, eps=1e-6, ddof=1)}
       },
       'fewest',
     ),
+    ({'teacher.context': 'own', 'engine.record_routes': True}, 'record_routes'),
   ],
 )
 def test_fields_that_cannot_work_are_refused(fields, field):

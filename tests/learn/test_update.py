@@ -164,7 +164,7 @@ def test_log_probs_and_their_gradients(tied, chunk):
   u, v = rng.normal(size=(2, *batch.ids.shape)).astype(np.float32)
 
   def ours(p):
-    a, b, _ = logps.token_logps(
+    a, b, *_ = logps.token_logps(
       p, cfg, arrays, 0.7, chunk, None, entropy=True, entropy_grad=True
     )
     return jnp.sum(a * u + b * v), (a, b)

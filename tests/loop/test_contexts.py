@@ -13,7 +13,7 @@ from searchrl_jax.text.env import SearchEnv
 from searchrl_jax.text.parser import Block
 from tests import tiny
 from tests.loop.test_algorithms import run_twice
-from tests.loop.test_train import lines
+from tests.loop.test_train import EXPERTS, lines
 
 pytestmark = [
   pytest.mark.slow,
@@ -55,6 +55,18 @@ def config(url, kind):
   c.reward = dict(odd=dict(fn='tests.tiny.odd', weight=1.0))
   c.algorithm.update(aggregation='sequence', epochs=2)
   return c
+
+
+def test_experts_are_those_of_each_context(url, tmp_path):
+  c = config(url, 'summary')
+  c.model.arch.update(EXPERTS)
+  c.engine.record_routes = True
+  train.train(c, str(tmp_path))
+  steps = lines(tmp_path / 'metrics.jsonl')
+  assert sum(s['rollout/contexts'] for s in steps if 'reward' in s) > 0
+  for step in filter(lambda s: 'train/routes_unknown' in s, steps):
+    assert step['train/routes_unknown'] == 0
+    assert step['train/routes_differ'] < 0.05
 
 
 @pytest.mark.parametrize('kind', contexts.KINDS)

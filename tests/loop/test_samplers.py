@@ -18,7 +18,7 @@ from searchrl_jax.run import build
 from searchrl_jax.store import records
 from tests import tiny
 from tests.loop.test_algorithms import saved
-from tests.loop.test_train import lines
+from tests.loop.test_train import EXPERTS, lines
 from tests.rollout.test_samplers import turns
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures('programs')]
@@ -65,6 +65,17 @@ def tree(url, tmp_path_factory):
   c = config(url, **TREE)
   train.train(c, str(folder))
   return c, folder
+
+
+@pytest.mark.long
+def test_experts_of_leaves_are_replayed(url, tmp_path):
+  c = config(url, **TREE)
+  c.model.arch.update(EXPERTS)
+  c.engine.record_routes = True
+  train.train(c, str(tmp_path))
+  for step in lines(tmp_path / 'metrics.jsonl'):
+    assert step['train/routes_unknown'] == 0
+    assert step['train/routes_differ'] < 0.05
 
 
 def test_trees_train_with_grpo(tree):

@@ -289,6 +289,7 @@ EXPERTS = dict(
 def test_other_layers_train_and_resume(arch, url, tmp_path):
   config = tiny.config(url)
   config.model.arch.update(arch)
+  config.engine.record_routes = arch is EXPERTS
   found = []
   for name, steps in (('whole', (2,)), ('resumed', (1, 2))):
     for config.train.steps in steps:
@@ -299,6 +300,17 @@ def test_other_layers_train_and_resume(arch, url, tmp_path):
   for step in lines(tmp_path / 'whole' / 'metrics.jsonl'):
     assert step.get('train/mismatch_max', 0.0) < 1e-3
     assert step.get('train/finite', 1.0) == 1.0
+    # What ended before a stop is in a file, without its experts.
+    assert step.get('train/routes_unknown', 0.0) == 0.0
+    if arch is EXPERTS and 'train/finite' in step:
+      assert step['train/routes_differ'] < 0.05
+
+
+def test_experts_that_are_not_there_are_not_recorded(url, tmp_path):
+  config = tiny.config(url)
+  config.engine.record_routes = True
+  with pytest.raises(checks.ConfigError, match='record_routes.* no experts'):
+    train.train(config, str(tmp_path))
 
 
 def test_what_a_config_names_by_path_is_compared_at_a_resume(url, tmp_path):

@@ -12,7 +12,7 @@ import pytest
 
 from searchrl_jax.devices import sharding
 from searchrl_jax.lookup import ConfigError
-from searchrl_jax.models import decoder, experts, flops, grouped
+from searchrl_jax.models import attention, decoder, experts, flops, grouped
 from searchrl_jax.models.experts import Sizes
 from tests.learn import test_update as common
 
@@ -38,11 +38,59 @@ def params(s: Sizes, seed=0):
 def test_a_route_by_hand():
   """Shares .2, .4, .1, .3: the two largest, or these divided by .7."""
   scores = jnp.log(jnp.array([[[2.0, 4.0, 1.0, 3.0]]]))
-  ids, weights = experts.route(Sizes(4, 2, 8, False), scores)
+  ids, weights, _ = experts.route(Sizes(4, 2, 8, False), scores)
   np.testing.assert_array_equal(ids, [[[1, 3]]])
   np.testing.assert_allclose(weights, [[[0.4, 0.3]]], rtol=1e-6)
-  _, weights = experts.route(Sizes(4, 2, 8, True), scores)
+  _, weights, _ = experts.route(Sizes(4, 2, 8, True), scores)
   np.testing.assert_allclose(weights, [[[4 / 7, 3 / 7]]], rtol=1e-6)
+
+
+def test_given_experts_by_hand():
+  """Of shares .2, .4, .1, .3 the first and the third; not known: the best."""
+  scores = jnp.log(jnp.array([[[2.0, 4.0, 1.0, 3.0]] * 3]))
+  given = jnp.array([[[2, 0], [-1, -1], [3, 1]]])
+  ids, weights, own = experts.route(Sizes(4, 2, 8, True), scores, given)
+  np.testing.assert_array_equal(ids, [[[2, 0], [1, 3], [3, 1]]])
+  np.testing.assert_array_equal(own, [[[1, 3]] * 3])
+  want = [[[1 / 3, 2 / 3], [4 / 7, 3 / 7], [3 / 7, 4 / 7]]]
+  np.testing.assert_allclose(weights, want, rtol=1e-6)
+  np.testing.assert_array_equal(
+    experts.differ(own, given), [[True, False, False]]
+  )
+
+
+def chosen(p, cfg, ids):
+  """The experts of each token and layer, int32 [B, T, L, k]."""
+  at = jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32), ids.shape)
+  x, found = decoder.embed(p, cfg, ids), []
+  for i, layer in enumerate(decoder.layers_of(cfg, at)):
+    own = {name: stack[i] for name, stack in p['layers'].items()}
+    mix = functools.partial(attention.causal, kernel='xla')
+    x = decoder.block(own, cfg, x, layer, mix, None, found.append)
+  return jnp.stack(found, 2)
+
+
+def test_experts_of_a_sequence_can_be_given(tile):
+  """Its own change nothing; others of a token in one of two layers are half."""
+  p = decoder.init_params(CFG, jax.random.key(0), scale=0.3)
+  ids = np.random.default_rng(0).integers(0, CFG.vocab_size, (2, 9), np.int32)
+  run = jax.jit(functools.partial(decoder.replayed, p, CFG, ids))
+  free = jax.jit(functools.partial(decoder.hidden_states, p, CFG, ids))()
+  routes = np.asarray(chosen(p, CFG, ids))
+  same, differs = run(routes)
+  np.testing.assert_allclose(same, free, rtol=1e-5, atol=1e-6)
+  assert not np.asarray(differs).any()
+  unknown, differs = run(np.full_like(routes, -1))
+  np.testing.assert_array_equal(unknown, same)
+  assert not np.asarray(differs).any()
+  other = np.flip(routes, -1).copy()  # the order does not count
+  other[0, 3, 1] = [i for i in range(4) if i not in routes[0, 3, 1]]
+  moved, differs = run(other)
+  want = np.zeros((2, 9))
+  want[0, 3] = 0.5
+  np.testing.assert_array_equal(differs, want)
+  moved = np.abs(np.asarray(moved) - same).max(-1) > 1e-5
+  np.testing.assert_array_equal(moved, want > 0)
 
 
 def test_the_router_learns_from_what_it_chose():
@@ -154,8 +202,8 @@ def test_a_token_changes_no_bit_of_another(local):
   assert (before != after)[:, ~kept].any()
 
 
-def loss(p, cfg, ids, mesh=None):
-  hidden = decoder.hidden_states(p, cfg, ids, mesh)
+def loss(p, cfg, ids, mesh=None, routes=None):
+  hidden, _ = decoder.replayed(p, cfg, ids, routes, mesh)
   logits = decoder.logits(p, cfg, hidden)
   weight = jnp.cos(jnp.arange(logits.size)).reshape(logits.shape)
   return jnp.mean(weight * logits)
@@ -171,15 +219,16 @@ def tile(request, monkeypatch):
 
 
 @pytest.mark.parametrize(
-  'shape, rows, dtype',
+  'shape, rows, dtype, given',
   [
-    ((1, 2, 4), 8, 'float32'),
-    ((1, 8, 1), 8, 'float32'),
-    ((2, 2, 2), 8, 'bfloat16'),
-    ((2, 2, 2), 6, 'float32'),  # which the devices do not divide
+    ((1, 2, 4), 8, 'float32', False),
+    ((1, 8, 1), 8, 'float32', False),
+    ((2, 2, 2), 8, 'bfloat16', False),
+    ((2, 2, 2), 6, 'float32', False),  # which the devices do not divide
+    ((2, 2, 2), 8, 'float32', True),
   ],
 )
-def test_values_and_gradients_on_a_mesh(shape, rows, dtype, tile):
+def test_values_and_gradients_on_a_mesh(shape, rows, dtype, given, tile):
   """As on one device, where every expert is computed."""
   mesh = sharding.make_mesh(*shape)
   moe = dataclasses.replace(CFG.moe, d_ff=16, count=8)
@@ -187,16 +236,20 @@ def test_values_and_gradients_on_a_mesh(shape, rows, dtype, tile):
   p = decoder.init_params(cfg, jax.random.key(0), scale=0.3)
   rng = np.random.default_rng(0)
   ids = rng.integers(0, cfg.vocab_size, (rows, 12)).astype(np.int32)
+  routes = None
+  if given:
+    routes = rng.integers(0, 4, (*ids.shape, cfg.n_layers, 1)) * 2 + [0, 1]
+    routes[:, ::3] = -1
   with pytest.MonkeyPatch.context() as m:
     m.setattr(grouped, 'fits', lambda *_: False)
-    want = jax.value_and_grad(loss)(p, cfg, ids)
+    want = jax.value_and_grad(loss)(p, cfg, ids, routes=routes)
   layout = decoder.param_shardings(cfg, mesh)
   run = dataclasses.replace(cfg, dtype=dtype)
   of = jax.jit(
     functools.partial(jax.value_and_grad(loss), cfg=run, mesh=mesh),
     out_shardings=(None, layout),
   )
-  got = of(jax.device_put(p, layout), ids=ids)
+  got = of(jax.device_put(p, layout), ids=ids, routes=routes)
   for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
     a, b = np.asarray(a), np.asarray(b)
     if dtype == 'float32':

@@ -1,9 +1,9 @@
 """The sampler's caches of keys and values, and attention through them.
 
 Axis letters: B slots or rows, T tokens, S cache positions, N/K query/kv heads,
-G = N / K, H head dim. The caches, one (k, v) pair for a layer (`axes`), or the
-`states.State` of a delta net, are donated by the programs of `engines.decode`:
-scatters write in place.
+G = N / K, H head dim. The caches of a layer, (k, v) or (k, v, experts of each
+token) (`axes`), or the `states.State` of a delta net, are donated by the
+programs of `engines.decode`: scatters write in place.
 """
 
 import functools
@@ -57,17 +57,20 @@ def like(
   return jax.ShapeDtypeStruct(shape, dtype, sharding=where)
 
 
-def axes(cfg: DecoderConfig) -> tuple[tuple[str, ...], tuple[str, ...]]:
-  """The axes of a layer's keys and of its values.
+def axes(cfg: DecoderConfig) -> tuple[tuple[str | None, ...], ...]:
+  """The axes of a layer's keys, of its values, and of what routers chose.
 
   Values are [B, K, S, H]. Keys are [B, K, H, S] if several queries share them:
   scores are then a plain matrix product, which is twice as fast on a CPU. For
   one query that order is a third slower, so keys have the order of values.
+  With cfg.keeps_routes every layer has the third, int16 [B, 1, S, k].
   """
   values = ('batch', 'kv_heads', 'time', 'head_dim')
-  if cfg.n_heads == cfg.n_kv_heads:
-    return values, values
-  return ('batch', 'kv_heads', 'head_dim', 'time'), values
+  keys = values
+  if cfg.n_heads != cfg.n_kv_heads:
+    keys = ('batch', 'kv_heads', 'head_dim', 'time')
+  routes = ('batch', None, 'time', None)
+  return (keys, values, routes) if cfg.keeps_routes else (keys, values)
 
 
 def abstract(
@@ -78,7 +81,11 @@ def abstract(
   sizes |= {'time': length(max_len), 'head_dim': cfg.head_dim}
 
   shape = lambda names: tuple(sizes[name] for name in names)
-  pair = tuple(like(cfg, mesh, names, shape(names)) for names in axes(cfg))
+  keys, values, *routes = axes(cfg)
+  pair = tuple(like(cfg, mesh, x, shape(x)) for x in (keys, values))
+  for names in routes:
+    size = slots, 1, sizes['time'], cfg.moe.chosen
+    pair = *pair, like(cfg, mesh, names, size, 'int16')
   nets, state = cfg.delta_layers, None
   if nets:
     layouts = states.layouts(cfg, slots, chunk)
@@ -253,10 +260,24 @@ def _live(q, k, v, positions, window, time, mesh):
 
 def write(cfg, cache, slots, positions, new, mesh):
   """Writes k and v [R, T, K, H] to (slots [R], positions [R, T]) of a layer."""
-  out = []
-  for x, fresh, names in zip(cache, new, axes(cfg)):
-    where = [slice(None)] * 4
-    where[0], where[names.index('time')] = slots[:, None], positions
-    x = x.at[tuple(where)].set(fresh, mode='drop')
-    out.append(sharding.constrain(x, mesh, *names))
-  return tuple(out)
+  at = slots, positions, mesh
+  return tuple(map(functools.partial(_put, at), cache, new, axes(cfg)))
+
+
+def write_routes(cfg, cache, slots, positions, chosen, mesh):
+  """The same of the experts int32 [R, T, k] of a layer, if it has some.
+
+  Returns its caches behind keys and values.
+  """
+  at = slots, positions, mesh
+  fresh = [x[:, :, None].astype(jnp.int16) for x in chosen]
+  put = map(functools.partial(_put, at), cache[2:], fresh, axes(cfg)[2:])
+  return tuple(put) if fresh else cache[2:]
+
+
+def _put(at, x, fresh, names):
+  slots, positions, mesh = at
+  where = [slice(None)] * 4
+  where[0], where[names.index('time')] = slots[:, None], positions
+  x = x.at[tuple(where)].set(fresh, mode='drop')
+  return sharding.constrain(x, mesh, *names)

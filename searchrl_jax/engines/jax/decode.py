@@ -32,6 +32,12 @@ _NOWHERE = 2**30  # a position that no cache has: what is written is dropped
 SCORE_TOKENS = 512  # tokens whose logits are held at once when scoring
 
 
+def served(cfg: DecoderConfig, config) -> DecoderConfig:
+  """The config of the sampler's copy of a model, by config.engine."""
+  how = dict(dtype=config.dtype, keeps_routes=config.record_routes)
+  return dataclasses.replace(cfg, remat='none', **how)
+
+
 @dataclasses.dataclass(frozen=True)
 class Shape:
   """The static sizes that the programs are compiled for."""
@@ -341,6 +347,7 @@ def decode(weights, caches, state, *, cfg, shape, mesh=None):
     for p, cache, layer in zip(
       weights['layers'], caches, decoder.layers_of(cfg, at)
     ):
+      chosen = []
 
       def attend(q, k, v, cache=cache, window=layer.window):
         new.append(kv.write(cfg, cache, slots, put, (k, v), mesh))
@@ -352,7 +359,9 @@ def decode(weights, caches, state, *, cfg, shape, mesh=None):
         return o
 
       mix = advance if layer.delta else attend
-      x = decoder.block(p, cfg, x, layer, mix, mesh)
+      x = decoder.block(p, cfg, x, layer, mix, mesh, chosen.append)
+      if cfg.keeps_routes:
+        new[-1] += kv.write_routes(cfg, cache, slots, put, chosen, mesh)
     # Whole rows for the draw: its branches may contain no collective. Gathered
     # are the logits: without the first constraint XLA gathers the head.
     logits = finish(weights, cfg, x[:, 0])
@@ -402,7 +411,7 @@ def prefill(
   tokens of the log that delta nets write before, see `states.accepted`. fresh:
   every start is 0, and the cache is not read. No logits: `decode` always
   computes the last token of a sequence, so the last layer's attention and
-  feed-forward are dead code here.
+  feed-forward are dead code here, but for what a router chose.
   """
   B, W = len(caches[0][0]), ids.shape[1]
   slots = sharding.own_rows(slots, B)
@@ -414,6 +423,7 @@ def prefill(
   for p, cache, layer in zip(
     weights['layers'], caches, decoder.layers_of(cfg, at)
   ):
+    chosen = []
 
     def attend(q, k, v, cache=cache, window=layer.window):
       new.append(kv.write(cfg, cache, slots, put, (k, v), mesh))
@@ -429,7 +439,9 @@ def prefill(
       return o
 
     mix = advance if layer.delta else attend
-    x = decoder.block(p, cfg, x, layer, mix, mesh)
+    x = decoder.block(p, cfg, x, layer, mix, mesh, chosen.append)
+    if cfg.keeps_routes:
+      new[-1] += kv.write_routes(cfg, cache, slots, put, chosen, mesh)
   return new
 
 

@@ -31,10 +31,11 @@ PIECE = 256
 
 
 def bytes_per_token(cfg: DecoderConfig) -> int:
-  """Of keys and values, in all layers."""
+  """Of keys and values, in all layers, and of the experts that are kept."""
   layers = cfg.n_layers - len(cfg.delta_layers)
   numbers = 2 * layers * cfg.n_kv_heads * cfg.head_dim
-  return numbers * jnp.dtype(cfg.dtype).itemsize
+  routes = 2 * layers * cfg.moe.chosen if cfg.keeps_routes else 0
+  return numbers * jnp.dtype(cfg.dtype).itemsize + routes
 
 
 def state_bytes(cfg: DecoderConfig, chunk: int) -> int:
@@ -106,8 +107,8 @@ def _on_own_devices(f, mesh, caches, *args, out=0):
 
 @functools.partial(jax.jit, static_argnums=(0, 4, 5))
 def read_piece(cfg, caches, slots, start, size, mesh):
-  """Keys and values [L, R, ...] of a piece, `size` positions from `start`, of
-  the slots int32 [R]."""
+  """The caches [L, R, ...] of a piece, `size` positions from `start`, of the
+  slots int32 [R]."""
 
   def read(caches, slots, start):
     at = _indices(caches, slots, start)
@@ -302,6 +303,17 @@ class Device:
       row[: len(ids)] = ids
     found = np.asarray(self._programs.score(self._weights, rows))
     return [row[: len(ids)] for row, ids in zip(found, sequences)]
+
+  def routes(self, slot: int | None, box: Box | None, n: int) -> np.ndarray:
+    """The experts of a prefix of n tokens, in a slot or host memory: int16
+    [n, L, k], of the layers that have experts."""
+    layers = self._cfg.layers_with('router')
+    out = np.empty((self._length, len(layers), self._cfg.moe.chosen), np.int16)
+    for i, start in enumerate(self._starts(n)):
+      *_, piece = self._read([slot], 1, start) if box is None else box.data[i]
+      own = np.asarray(piece)[layers, 0, 0]  # [L, S, k]
+      out[start : start + self._piece] = own.swapaxes(0, 1)
+    return out[:n]
 
   def warmup(self) -> None:
     """Compiles every program; the content of the caches is unchanged."""

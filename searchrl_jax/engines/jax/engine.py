@@ -66,8 +66,8 @@ class JaxEngine(core.Engine):
     names = _COUNTERS, 'decode prefill sync'
     super().__init__(model_cfg.vocab_size, tokenizer, config, *names)
     self.version, self.piece = 0, config.chunk
-    cfg = dataclasses.replace(model_cfg, dtype=config.dtype, remat='none')
-    self._token_bytes = bytes_per_token(cfg)
+    cfg = decode.served(model_cfg, config)
+    self._cfg, self._token_bytes = cfg, bytes_per_token(cfg)
     places, width = room(cfg, config), shape.widths[-1]
     self._table = slots_lib.SlotTable(places, width, self._counters)
     self.replicas = (self,)
@@ -163,6 +163,27 @@ class JaxEngine(core.Engine):
     loop = asyncio.get_running_loop()
     await loop.run_in_executor(self._worker, self._score, call)
     return call.logps
+
+  async def routes(self, handle: Handle) -> np.ndarray | None:
+    """The experts of each token, int16 [n, L, k], of the layers that have some.
+
+    Those with which the tokens after it were sampled; -1 where none is kept: of
+    the last token, and of what a sync has dropped. None without
+    config.engine.record_routes.
+    """
+    if not self._cfg.keeps_routes:
+      return None
+    self._check_open(handle)
+    layers = len(self._cfg.layers_with('router'))
+    shape = len(handle), layers, self._cfg.moe.chosen
+    out, rows = np.full(shape, -1, np.int16), handle.rows
+    if rows is not None:
+      place = rows.slot, rows.box, handle.cached
+      epoch = self._table.epoch  # of the place
+      await asyncio.get_running_loop().run_in_executor(
+        self._worker, self._read_routes, out, place, epoch
+      )
+    return out
 
   async def sync(self, update: core.WeightsUpdate) -> core.SyncReport:
     """Loads new weights (copied; the trainer may donate its own afterwards).
@@ -405,6 +426,11 @@ class JaxEngine(core.Engine):
       self._seconds['decode'] += time.perf_counter() - middle
       return ids, logps, counts, self.version
 
+  def _read_routes(self, out: np.ndarray, place, epoch: int) -> None:
+    with self._lock:
+      if epoch == self._table.epoch:
+        out[: place[-1]] = self._device.routes(*place)
+
   def _score(self, call: '_Score') -> None:
     """Scores a call, and as many that wait as have a place beside it."""
     with self._lock:
@@ -432,8 +458,7 @@ class _Score:
 
 def capacity(model_cfg: DecoderConfig, config, tokens: int) -> int:
   """The number of sequences of `tokens` that slots and host memory hold."""
-  cfg = dataclasses.replace(model_cfg, dtype=config.dtype)
-  return room(cfg, config).capacity(tokens)
+  return room(decode.served(model_cfg, config), config).capacity(tokens)
 
 
 make = JaxEngine  # called for config.engine.module = 'jax'

@@ -1,0 +1,109 @@
+"""Routing replay: the trainer's experts are those of the sampler."""
+
+import asyncio
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from searchrl_jax.engines.core import Sampling
+from searchrl_jax.learn import batching, update
+from searchrl_jax.models import decoder
+from searchrl_jax.models.experts import Sizes
+from searchrl_jax.types import Question, Segment, Trajectory
+from tests.engines import common
+from tests.engines.contract import prompt
+from tests.learn import test_update as base
+
+pytestmark = pytest.mark.slow
+
+CFG = dataclasses.replace(
+  common.CFG,
+  family='qwen3_moe',
+  n_layers=3,
+  moe=Sizes(8, 3, 24, normalised=True, dense=(1,)),
+)
+KW = {
+  'batch.lengths': (32,),
+  'batch.tokens': 64,
+  'env.max_tokens': 32,
+  'batch.loss_fraction': 1.0,
+}
+
+
+@functools.cache
+def params():
+  """Every two experts are nearly as good, and rounding decides between them."""
+  found = decoder.init_params(CFG, jax.random.key(0), scale=0.25)
+  router = np.array(found['layers']['router'])
+  noise = np.random.default_rng(0).normal(size=router[..., ::2].shape)
+  router[..., 1::2] = router[..., ::2] + 1e-3 * noise
+  return decoder.nest(decoder.flatten(found) | {'layers/router': router})
+
+
+@pytest.fixture(scope='module')
+def trajectories():
+  """Of three prompts, four each, with an observation after the first turn."""
+  how = dict(dtype='bfloat16', record_routes=True, slots=8)
+  engine = common.make_engine(cfg=CFG, params=params(), **how)
+
+  async def play(question: int, sample: int) -> Trajectory:
+    handle = engine.open(prompt(engine, 6, seed=question))
+    segments = [Segment(np.array(handle.ids, np.int32), 'prompt', 'other')]
+    for turn in range(2):
+      if turn:
+        engine.append(handle, range(5))
+        seen = np.arange(5, dtype=np.int32)
+        segments.append(Segment(seen, 'environment', 'information'))
+      how = Sampling(max_tokens=8, seed=10 * sample + turn)
+      done = await engine.generate(handle, how)
+      own = dict(train=True, logps=done.logps)
+      segments.append(Segment(done.ids, 'policy', 'think', **own))
+    return Trajectory(
+      Question(f'q{question}', ''),
+      tuple(segments),
+      (),
+      'answer',
+      sample=sample,
+      routes=(await engine.routes(handle),),
+    )
+
+  async def main():
+    names = [(q, s) for q in range(3) for s in range(4)]
+    return await asyncio.gather(*(play(*name) for name in names))
+
+  return asyncio.run(main())
+
+
+def scored(trajectories, **kw):
+  """What the trainer says of the loss tokens beside the engine, and metrics."""
+  c = base.config(**KW, **kw)
+  made = dataclasses.replace(base.updater(c, cfg=CFG), replays=True)
+  ids = np.repeat(np.arange(3), 4)
+  [mini] = batching.make(trajectories, np.ones(12, bool), ids, c.batch)
+  far = [made.output(params(), b) - b.behaviour_logps for b in mini]
+  _, metrics = made.step(made.init(update.copy(params())), mini)
+  return np.concatenate([x[b.mask] for x, b in zip(far, mini)]), metrics
+
+
+@pytest.mark.parametrize('tree', [0, 64])
+def test_log_probs_are_those_of_the_engine(trajectories, tree):
+  """As near as half precision is; without replay they are not."""
+  kw = {'batch.prefix_tokens': tree}
+  replayed, metrics = scored(trajectories, **kw)
+  free = [dataclasses.replace(t, routes=()) for t in trajectories]
+  others, alone = scored(free, **kw)
+  assert len(replayed) == 12 * 16
+  assert np.abs(replayed).max() < 0.1 < np.abs(others).max()
+  assert 0.1 < metrics['routes_differ'] < 0.4 and metrics['routes_unknown'] == 0
+  assert alone['routes_unknown'] == 1 and alone['routes_differ'] == 0
+
+
+def test_what_was_sampled_from_other_tokens_is_not_replayed(trajectories):
+  first = trajectories[0]
+  [known] = batching.tokens_of(0, first)
+  np.testing.assert_array_equal(known.routes, first.routes[0])
+  hinted = dataclasses.replace(first, train_context=first.segments[:2])
+  assert batching.tokens_of(0, hinted)[0].routes is None
