@@ -234,14 +234,11 @@ def compare(arms: Sequence[dict], marks: Marks) -> list[dict]:
 
 
 def plot(sweep: core.Sweep, record: Mapping, path: pathlib.Path) -> None:
-  """The curves of what was trained, on 200 of the tuning questions."""
+  """The curves of GRPO, on 200 of the tuning questions."""
   arms: dict[str, dict] = {
-    arm.name: {
-      'seeds': {case: {'curve': x} for case, x in runs.items()},
-      'mean': {},
-    }
-    for arm in sweep.arms
-    if (runs := record['curves'].get(arm.name))
+    arm: {'seeds': {case: {'curve': x} for case, x in runs.items()}, 'mean': {}}
+    for arm in TRAINED
+    if (runs := record['curves'].get(arm))
   }
   if arms:
     figures.plot(sweep.curves, arms, path)

@@ -77,7 +77,7 @@ class Sampler:
     self._judge, self._reader = judge, reader
 
   def encode(self) -> bytes:
-    return collector.encode({self._run.step: self._ended.usable()})
+    return collector.encode({self._run.step: self._ended.kept()})
 
   def decode(self, data: bytes) -> None:
     self._ended = collector.Ended(t for _, t in collector.decode(data))
@@ -178,6 +178,7 @@ class Sampler:
           ended=self._ended.named(role),
           # The solver's sampler alone may ask.
           reward=functools.partial(self._rewards, whole=False),
+          with_routes=role != VERIFIER,
         )
       )
     self._stats.append(found.stats)

@@ -77,7 +77,10 @@ def of_run(config, cfg, mesh, working: int | None = None) -> Costs:
     size = 2 * nbytes(critic.params) + nbytes(critic.opt_state)
     rows['critic: parameters, optimizer, gradients'] = size
   rows['in all'] = sum(rows.values())
-  size = steps * r.questions * r.group * limit * TOKEN_BYTES
+  size = TOKEN_BYTES
+  if engine.record_routes:  # in trajectories, and in the batch
+    size += 2 * 2 * len(cfg.layers_with('router')) * cfg.moe.chosen
+  size *= steps * r.questions * r.group * limit
   host[f'trajectories, {steps} steps at {limit} tokens each'] = size
   host['checkpoint, while it is written'] = nbytes(like) * here.size
   plan |= arithmetic(config, trained.shards)

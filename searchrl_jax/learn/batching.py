@@ -160,7 +160,11 @@ def tokens_of(index: int, trajectory: Trajectory) -> list[Tokens]:
   column = start = 0
   prompts = [0, *(len(c.prompt) for c in trajectory.contexts)]
   routes = [None] * len(prompts)
-  if len(trajectory.routes) == len(prompts) and not trajectory.train_context:
+  # After a sync, what the first version chose is gone.
+  own = (s.versions for s in trajectory.segments if s.versions is not None)
+  versions = {v for each in own for v in each.tolist()}
+  same = not trajectory.train_context and len(versions) < 2
+  if len(trajectory.routes) == len(prompts) and same:
     routes = trajectory.routes
   rows = zip(prompts, trajectory.rows, routes, strict=True)
   for prompt, row, chosen in rows:
@@ -478,18 +482,20 @@ def _pack_trees(
   """The same with a prefix tree for each device.
 
   In the order of their ids, a trajectory has most in common with the one
-  before it. Each goes into the tree, and into the first row with room, of the
-  device at hand; where one of the two is full, the next device follows.
+  before it, up to where they used other experts. Each goes into the tree, and
+  into the first row with room, of the device at hand; where one of the two is
+  full, the next device follows.
   """
   length, M = batch_config.lengths[-1], batch_config.prefix_tokens
   bucket_of(batch_config.lengths, max(len(part.ids) for part in parts))
   rows = rows_of(batch_config)
   most, loss = places_of(batch_config, length), capacity(batch_config, length)
   out: list[Batch] = []
-  s, used, last = shards - 1, M, np.zeros(0, np.int32)  # as if all were full
-  path, left, free, places = last, 0, np.zeros(rows, int), np.zeros(rows, int)
+  s, used = shards - 1, M  # as if all were full
+  path, last = np.zeros(0, np.int32), parts[0]
+  left, free, places = 0, np.zeros(rows, int), np.zeros(rows, int)
   for part in sorted(parts, key=lambda p: p.ids.astype('>i4').tobytes()):
-    common = _common(last, part.ids)
+    common = _common(last, part)
     fits = np.flatnonzero((free >= len(part.ids)) & (places > 0))
     full = used + len(part.ids) - common > M or part.mask.sum() > left
     if full or not fits.size:
@@ -497,7 +503,7 @@ def _pack_trees(
       if s == 0:
         how = dict(shards=shards, routes=_routes_of(parts))
         out.append(empty(batch_config, length, **how))
-      path, free, places = last[:0], np.full(rows, length), np.full(rows, most)
+      path, free, places = path[:0], np.full(rows, length), np.full(rows, most)
       fits = np.arange(rows)
     batch, r = out[-1], int(fits[0])
     assert batch.tree is not None
@@ -513,15 +519,20 @@ def _pack_trees(
     free[r] -= len(part.ids)
     places[r] -= 1
     left -= int(part.mask.sum())
-    last = part.ids
+    last = part
   return out
 
 
-def _common(a: np.ndarray, b: np.ndarray) -> int:
-  """Length of the longest beginning that two arrays share."""
-  n = min(len(a), len(b))
-  differ = np.flatnonzero(a[:n] != b[:n])
-  return int(differ[0]) if differ.size else n
+def _common(a: Tokens, b: Tokens) -> int:
+  """Length of the longest beginning that two contexts share."""
+  n = min(len(a.ids), len(b.ids))
+  differ = a.ids[:n] != b.ids[:n]
+  if a.routes is not None and b.routes is not None:
+    one, other = (np.sort(x.routes[:n], -1) for x in (a, b))
+    known = (one >= 0) & (other >= 0)
+    differ |= ((one != other) & known).any((1, 2))
+  places = np.flatnonzero(differ)
+  return int(places[0]) if places.size else n
 
 
 def make(

@@ -467,7 +467,8 @@ def summarise(sums: dict) -> dict[str, float]:
   """Means over loss tokens from joined sums (which hold `tokens`).
 
   `loss`, and what ends in `_max`, pass through. `mismatch_ess` is the
-  effective sample size (sum w)^2 / (n sum w^2), in (0, 1]. Where the policy did
+  effective sample size (sum w)^2 / (n sum w^2), in (0, 1]; `routes_differ` a
+  mean over the tokens whose routes are known. Where the policy did
   not sample all of them (`sampled`), ratios are means over those that it did,
   what begins with `foreign_` over the others, whose share is `foreign`. Sums by
   depth become `depth.means`.
@@ -477,6 +478,7 @@ def summarise(sums: dict) -> dict[str, float]:
   n = max(sums['tokens'], 1.0)
   mixes, sampled = 'sampled' in sums, sums.pop('sampled', sums['tokens'])
   own, foreign = max(sampled, 1.0), sums['tokens'] - sampled
+  routed = max(sums['tokens'] - sums.get('routes_unknown', 0.0), 1.0)
   out = {k: sums.pop(k) for k in ('tokens', 'loss', 'sequences') if k in sums}
   w, w2 = sums.pop('mismatch_w', None), sums.pop('mismatch_w2', None)
   if w is not None:
@@ -485,6 +487,8 @@ def summarise(sums: dict) -> dict[str, float]:
     out['foreign'] = foreign / n
 
   def tokens(name: str) -> float:
+    if name == 'routes_differ':
+      return routed
     if name.startswith('foreign_'):
       return max(foreign, 1.0)
     return own if name.startswith(_OF_SAMPLED) else n

@@ -78,7 +78,8 @@ class DecoderConfig:
     remat: 'none' or a key of `remat.SAVED`.
     scan_unroll: layers unrolled in each step of the scan.
     attention: auto, xla, cudnn, splash.
-    keeps_routes: whether the sampler keeps the experts of each token.
+    keeps_routes: whether the sampler keeps the experts of each token (None: no,
+      as in checkpoints of earlier versions).
   """
 
   vocab_size: int
@@ -105,7 +106,7 @@ class DecoderConfig:
   scan_unroll: int = 1
   attention: str = 'auto'
   lora: Lora | None = None
-  keeps_routes: bool = False
+  keeps_routes: bool | None = None
 
   def __post_init__(self):
     N, K, H = self.n_heads, self.n_kv_heads, self.head_dim

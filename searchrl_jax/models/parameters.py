@@ -127,6 +127,10 @@ def model_config(config: ConfigDict, vocab_size: int, needed: int = 0):
   )
   own = (max(1, config.mesh[axis]) for axis in ('tensor', 'fsdp'))
   experts.require_divisible(cfg.moe, *own)
+  lookup.require(
+    cfg.moe or not config.engine.record_routes,
+    'config.engine.record_routes=True: the model has no experts; use False',
+  )
   return cfg
 
 

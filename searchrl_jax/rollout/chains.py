@@ -86,6 +86,7 @@ async def rollout(
       seed: config.seed, for the random streams.
       step: the training step, for the random streams.
       role: see `env.reset`; the default is 'solver'.
+      with_routes: keeps what an engine recorded of experts, for training.
       on_trajectory: called when a trajectory ends, in order of arrival.
       on_group: called with each group that is returned, most of them as soon as
         their last trajectory has ended, in order of arrival.

@@ -67,6 +67,11 @@ class Ended:
     """Those that are not sampled again: no service failed."""
     return [t for t in self.all() if not t.failed]
 
+  def kept(self) -> list[Trajectory]:
+    """Those of them that a checkpoint holds. Experts are in no file: what was
+    sampled with recorded ones is sampled again."""
+    return [t for t in self.usable() if not t.routes]
+
   def named(self, role: str = '') -> dict[Name, Trajectory]:
     """The usable ones of a role, or all, for `rollout`."""
     own = (t for t in self.usable() if role in ('', t.role))
@@ -172,7 +177,7 @@ class Collector:
 
   def ended(self) -> dict[int, list[Trajectory]]:
     """Usable trajectories that have ended and were not taken, by step."""
-    steps = {n: one.ended.usable() for n, one in self._under_way.items()}
+    steps = {n: one.ended.kept() for n, one in self._under_way.items()}
     return dict(sorted((steps | self._saved).items()))
 
   # The steps.
@@ -283,6 +288,7 @@ class Collector:
         on_trajectory=one.ended.keep,
         on_group=functools.partial(self._reward, step, one),
         reward=self._between_rounds,
+        with_routes=True,
       )
     finally:
       self._running -= 1

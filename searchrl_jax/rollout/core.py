@@ -166,7 +166,9 @@ class Services:
     default_factory=lambda: collections.defaultdict(collections.Counter)
   )
   handles: list[Handle] = dataclasses.field(default_factory=list)  # open ones
-  # What an engine recorded of the earlier contexts of a handle.
+  # Whether trajectories have the experts that an engine recorded, as those that
+  # are trained on need them; and those of the earlier contexts of a handle.
+  with_routes: bool = False
   routes: dict[Handle, list] = dataclasses.field(
     default_factory=lambda: collections.defaultdict(list)
   )
@@ -349,8 +351,8 @@ class Services:
 
   async def _keep_routes(self, handle: Handle) -> None:
     """Keeps those of a context, if the engine records them."""
-    recorded = getattr(self.engine, 'routes', None)
-    found = recorded and await recorded(handle)
+    recorded = self.with_routes and getattr(self.engine, 'routes', None)
+    found = await recorded(handle) if recorded else None
     if found is not None:
       self.routes[handle].append(found)
 

@@ -202,10 +202,6 @@ def engine(config: ConfigDict, cfg, params, tok, mesh, workdir: str):
 def check_engine(config: ConfigDict, cfg) -> None:
   """Refuses a model that the engine cannot serve, before it is loaded."""
   engine, limit = config.engine, config.env.max_tokens
-  lookup.require(
-    cfg.moe or not engine.record_routes,
-    'config.engine.record_routes=True: the model has no experts; use False',
-  )
   engines.module(engine.module).capacity(cfg, engine, limit)
 
 

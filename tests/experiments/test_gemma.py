@@ -12,10 +12,12 @@ from experiments.gemma import documents, questions, results, rows, selfplay
 from experiments.ssp import game, start
 from searchrl_jax.data import core as data
 from searchrl_jax.data.checks import DataError
+from searchrl_jax.run import build
 from searchrl_jax.sources import simulated
 from searchrl_jax.sweep import core
 from searchrl_jax.text import prompts
 from searchrl_jax.types import Passage
+from tests import fakes
 from tests.conftest import ROOT
 
 N = 120
@@ -183,6 +185,24 @@ def test_roles_of_self_play_take_turns(folder):
       assert (answer in first) != (answer in second)
       assert asked.startswith('Question: who is the mayor')
   assert all(q.answers[0] == text for text, q in answers.items())
+
+
+def test_a_verifier_reads_what_it_learned_to_read(folder):
+  """Its prompt in a game is that of its traces."""
+  path = str(folder / 'qa_train.jsonl.gz')
+  trace = selfplay.traces(path, search, str(folder), n=3, seed=0)[2]
+  sweep, tok = rows.get_sweep('model=small'), fakes.ByteTokenizer()
+  asked = []
+  for config in (sweep.start('roles').config(0), sweep.arm('ssp').config(0)):
+    config.env.max_tokens = 2048
+    config.env.template = documents.TEMPLATE
+    env = build.environment(config, tok)
+    if 'selfplay' in config:
+      config.env.template = 'plain'
+      env = game.environments(config, tok)[game.VERIFIER]
+    _, action = env.reset(trace.question)
+    asked.append(action.prompt.ids)
+  assert asked[0] == asked[1]
 
 
 def test_every_arm_can_run(folder, monkeypatch):

@@ -59,7 +59,7 @@ def trajectories():
         segments.append(Segment(seen, 'environment', 'information'))
       how = Sampling(max_tokens=8, seed=10 * sample + turn)
       done = await engine.generate(handle, how)
-      own = dict(train=True, logps=done.logps)
+      own = dict(train=True, logps=done.logps, versions=done.versions)
       segments.append(Segment(done.ids, 'policy', 'think', **own))
     return Trajectory(
       Question(f'q{question}', ''),
@@ -101,9 +101,44 @@ def test_log_probs_are_those_of_the_engine(trajectories, tree):
   assert alone['routes_unknown'] == 1 and alone['routes_differ'] == 0
 
 
-def test_what_was_sampled_from_other_tokens_is_not_replayed(trajectories):
+def test_what_was_sampled_otherwise_is_not_replayed(trajectories):
+  """From other tokens, or before a sync, whose weights computed all anew."""
   first = trajectories[0]
   [known] = batching.tokens_of(0, first)
   np.testing.assert_array_equal(known.routes, first.routes[0])
   hinted = dataclasses.replace(first, train_context=first.segments[:2])
-  assert batching.tokens_of(0, hinted)[0].routes is None
+  *earlier, last = first.segments
+  newer = dataclasses.replace(last, versions=last.versions + 1)
+  synced = dataclasses.replace(first, segments=(*earlier, newer))
+  for other in (hinted, synced):
+    assert batching.tokens_of(0, other)[0].routes is None
+
+
+def test_a_mean_is_over_what_is_known(trajectories):
+  """Half of the tokens known: the share is that of these."""
+  half = [dataclasses.replace(t, routes=()) for t in trajectories[6:]]
+  _, whole = scored(trajectories[:6] * 2)
+  _, mixed = scored([*trajectories[:6], *half])
+  assert mixed['routes_unknown'] == 0.5
+  np.testing.assert_allclose(mixed['routes_differ'], whole['routes_differ'])
+
+
+def test_nodes_of_other_experts_are_apart(trajectories):
+  """Two attempts with one beginning, of which one token has other experts."""
+  first = trajectories[0]
+  routes = first.routes[0].copy()
+  routes[4, 1] = routes[4, 1, ::-1]  # the same ones
+  routes[9, 0] = [i for i in range(8) if i not in routes[9, 0]][:3]
+  again = dataclasses.replace(first, sample=1, routes=(routes,))
+  c = base.config(**KW, **{'batch.prefix_tokens': 64})
+  made = dataclasses.replace(base.updater(c, cfg=CFG), replays=True)
+  [[batch]] = batching.make([first, again], [True] * 2, [0, 0], c.batch)
+  n = len(first)
+  nodes = [batch.tree.at[at] for _, at in batch.spans()]
+  assert (nodes[0][:9] == nodes[1][:9]).all()
+  assert len({*nodes[0], *nodes[1]}) == n + n - 9
+  given = made.put(batch)['routes']
+  for at, t in zip(nodes, (first, again)):
+    known = t.routes[0][:-1]
+    got = np.sort(np.asarray(given)[0, at][: n - 1], -1)
+    np.testing.assert_array_equal(got, np.sort(known, -1))

@@ -289,7 +289,9 @@ EXPERTS = dict(
 def test_other_layers_train_and_resume(arch, url, tmp_path):
   config = tiny.config(url)
   config.model.arch.update(arch)
-  config.engine.record_routes = arch is EXPERTS
+  if arch is EXPERTS:  # a reference and later updates of a step take them too
+    config.engine.record_routes = True
+    config.algorithm.update(kl='loss', kl_coef=0.1, minibatches=2, epochs=2)
   found = []
   for name, steps in (('whole', (2,)), ('resumed', (1, 2))):
     for config.train.steps in steps:
@@ -300,10 +302,9 @@ def test_other_layers_train_and_resume(arch, url, tmp_path):
   for step in lines(tmp_path / 'whole' / 'metrics.jsonl'):
     assert step.get('train/mismatch_max', 0.0) < 1e-3
     assert step.get('train/finite', 1.0) == 1.0
-    # What ended before a stop is in a file, without its experts.
     assert step.get('train/routes_unknown', 0.0) == 0.0
     if arch is EXPERTS and 'train/finite' in step:
-      assert step['train/routes_differ'] < 0.05
+      assert step['train/routes_differ'] < 0.2
 
 
 def test_experts_that_are_not_there_are_not_recorded(url, tmp_path):

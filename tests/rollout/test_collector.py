@@ -480,6 +480,17 @@ def test_a_question_that_comes_again_in_a_step_has_samples_of_its_own(make):
     assert names(one.take(1).groups) == want
 
 
+def test_what_a_checkpoint_cannot_hold_is_sampled_again():
+  """Its experts are in no file; within its process it is used."""
+  q = Question('q', 'who')
+  routed = dataclasses.replace(
+    trajectory(q), routes=(np.zeros((2, 1, 1), np.int16),)
+  )
+  ended = collector.Ended([routed, trajectory(q, 1)])
+  assert [t.sample for t in ended.kept()] == [1]
+  assert {*ended.named()} == {('q', 0), ('q', 1)}
+
+
 def test_what_failed_takes_the_place_of_what_an_earlier_start_ended():
   """A sampler sampled it again, with others that depend on it."""
   q = Question('q', 'who')

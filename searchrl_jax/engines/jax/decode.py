@@ -34,7 +34,7 @@ SCORE_TOKENS = 512  # tokens whose logits are held at once when scoring
 
 def served(cfg: DecoderConfig, config) -> DecoderConfig:
   """The config of the sampler's copy of a model, by config.engine."""
-  how = dict(dtype=config.dtype, keeps_routes=config.record_routes)
+  how = dict(dtype=config.dtype, keeps_routes=config.record_routes or None)
   return dataclasses.replace(cfg, remat='none', **how)
 
 

@@ -167,9 +167,9 @@ class JaxEngine(core.Engine):
   async def routes(self, handle: Handle) -> np.ndarray | None:
     """The experts of each token, int16 [n, L, k], of the layers that have some.
 
-    Those with which the tokens after it were sampled; -1 where none is kept: of
-    the last token, and of what a sync has dropped. None without
-    config.engine.record_routes.
+    Those of its last computation: after a sync, of the new weights. -1 where
+    none is kept: of the last token, and of what a sync has dropped. None
+    without config.engine.record_routes.
     """
     if not self._cfg.keeps_routes:
       return None
