@@ -189,7 +189,7 @@ def test_a_token_changes_no_bit_of_another(local):
 
   @jax.jit
   def run(x):
-    ids, weights = experts.route(S, x @ p['router'])
+    ids, weights, _ = experts.route(S, x @ p['router'])
     matrices = [p[name] for name in experts.MATRICES]
     return ids, local(jax.nn.silu, PARTS, x, ids, weights, *matrices)
 
