@@ -3,7 +3,7 @@
 A data module (`traces`). The simulator reads a question, its answers and a
 query, and writes the passage that is found; a useful one states an answer. It
 learns from the passages that the real index finds for a query: those with an
-answer are useful, the others are noise. docs/real_model.md has its run.
+answer are useful, the others are noise.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,6 @@ from searchrl_jax.data.checks import DataError
 from searchrl_jax.data.core import Search, Trace
 from searchrl_jax.types import Passage
 
-MODULE = 'experiments.gemma.documents'
 TEMPLATE = str(pathlib.Path(__file__).with_name('rag.json'))
 _ASKED = 'Question: {question}\nAnswer: {answers}\nQuery: {query}\n'
 USEFUL = f'{_ASKED}Which passage has the answer?'
@@ -70,15 +69,6 @@ def traces(
   raise DataError(f'n={n}: the questions of {path} give {len(out)} documents')
 
 
-def learn(c: ConfigDict, n: int = 512) -> None:
-  """Makes a warm start of configs/gemma.py the simulator's."""
-  c.env.template, c.env.max_turn_tokens = TEMPLATE, TOKENS
-  c.sft.data = ConfigDict(
-    dict(module=MODULE, path='qa_train.jsonl.gz', n=n, seed=0)
-  )
-  c.sft.steps = n // c.sft.rows
-
-
 def simulate(c: ConfigDict) -> None:
   """Makes a run of configs/gemma.py search by source.simulator.path."""
   c.source.module = 'simulated'
@@ -90,4 +80,4 @@ def simulate(c: ConfigDict) -> None:
   s.stops, s.chat, s.max_tokens = ('</answer>',), False, TOKENS
   s.temperature = 0.7
   s.noise_to, s.steps = 0.5, c.train.get_ref('steps')
-  c.data.eval = ConfigDict()  # it would be told the answers
+  c.data.eval = ConfigDict()  # the simulator's prompt has the answers

@@ -9,7 +9,7 @@ Questions: `tune` chooses settings, selects epochs and draws the curve; `dev`,
 for TTRL, which asks 160 without their answers and is reported on the others.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 import functools
 import pathlib
 from typing import Any
@@ -70,6 +70,16 @@ def on(name: str, fields: Mapping[str, Any] | None = None, **of):
   return run
 
 
+def learning(c: ConfigDict, module: str, n: int) -> ConfigDict:
+  """The config of a warm start with n traces of a module, each once."""
+  path = 'qa_train.jsonl.gz'
+  c.sft.data = ConfigDict(
+    dict(module=f'{MODULE}.{module}', path=path, n=n, seed=0)
+  )
+  c.sft.steps = n // c.sft.rows
+  return c
+
+
 def first(run: core.Evaluation) -> core.Evaluation:
   """Of seed 0 alone: these take an hour, and no interval is over seeds."""
   return lambda config, *folders: {} if config.seed else run(config, *folders)
@@ -93,7 +103,7 @@ START = POLICY | {'gold': on('dev', GOLD), 'pass': on('dev', PASS, n=200)}
 START |= {name: on(name) for name in ('hotpotqa', '2wiki', 'musique')}
 # The first is what the table of a sweep shows.
 TTRL = {'after': on('rest'), 'asked': on('asked')}
-# The simulator is told the answers.
+# A simulator's prompt has the answers, so evaluations search the index.
 REAL = {'source.module': 'service'}
 SEARCHED = {'after': on('dev', REAL), 'sampled': on('dev', REAL | ROLLOUTS)}
 # 20 steps of 8 x 8.
@@ -130,11 +140,7 @@ def get_sweep(arg=None):
     c = config()(seed)
     c.env.template = str(pathlib.Path(__file__).with_name('rag.json'))
     c.env.max_turns = 0
-    c.sft.data = ConfigDict(
-      dict(module=f'{MODULE}.baselines', path='qa_train.jsonl.gz', n=n, seed=0)
-    )
-    c.sft.steps = n // c.sft.rows
-    return c
+    return learning(c, 'baselines', n)
 
   def more(start: str, n: int, seed: int):
     """n more traces of the warm start in place of RL."""
@@ -168,16 +174,26 @@ def get_sweep(arg=None):
     c.env.max_turns, c.env.max_turn_tokens = 0, 256
     return c
 
-  def changed(*changes):
-    """A config of SHORT, changed by functions of it."""
+  def changed(change: Callable[[ConfigDict], None]):
+    """A config of SHORT, changed by a function of it."""
 
     def of(seed: int):
       c = config(fields=SHORT)(seed)
-      for change in changes:
-        change(c)
+      change(c)
       return c
 
     return of
+
+  def simulator(seed: int):
+    """Of ZeroSearch: it learns to write passages."""
+    c = config()(seed)
+    c.env.template = documents.TEMPLATE
+    c.env.max_turn_tokens = documents.TOKENS
+    return learning(c, 'documents', 512)
+
+  def roles(seed: int):
+    """Of self-play: solver, proposer and verifier."""
+    return learning(config()(seed), 'selfplay', 384)
 
   real = {
     'env.information': 'source',
@@ -194,9 +210,7 @@ def get_sweep(arg=None):
   }
   starts = {'good': good, 'hesitant': hesitant, 'own': own}
   starts |= {f'reading_{n}': of for n, of in readers.items()} | longer
-  starts['simulator'] = changed(documents.learn)
-  starts['roles'] = changed(selfplay.learn)
-  play = changed(selfplay.learn, selfplay.play)
+  starts |= {'simulator': simulator, 'roles': roles}
   passage = functools.partial(on, module='baselines')
   read = {'after': passage('dev'), 'gold': passage('dev', gold=True)}
   both = {'after': on('dev'), 'real': on('dev', real)}
@@ -250,10 +264,10 @@ def get_sweep(arg=None):
       seeds=(0,),
       folders={'source.simulator.path': 'simulator'},
     ),
-    baseline('roles', starts['roles'], 'roles', evaluations=POLICY),
+    baseline('roles', roles, 'roles', evaluations=POLICY),
     rows.Arm(
       'ssp',
-      play,
+      changed(selfplay.play),
       'roles',
       evaluations=POLICY,
       seeds=(0,),

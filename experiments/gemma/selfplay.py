@@ -4,7 +4,7 @@ A data module. The proposer gets an answer, searches for it, and asks a question
 that the passage answers; the verifier reads this passage and that of another
 question; the solver searches as ever. The roles' traces take turns. Proposals
 of traces are questions of people for which the answer, as a query, finds the
-passage that supports them. docs/real_model.md has its run.
+passage that supports them.
 """
 
 import dataclasses
@@ -71,7 +71,9 @@ def traces(
   """
   rng = np.random.default_rng(seed)
   solve, propose, verify = (len(range(i, n, ROLES)) for i in range(ROLES))
-  good = questions.traces(path, search, folder, solve + verify, seed, k)
+  good = questions.traces(
+    path, search, folder, solve + verify, seed, k, read=read
+  )
   out: list = [None] * n
   out[::ROLES] = good[:solve]
   out[1::ROLES] = _proposals(path, search, folder, propose, rng, k, read)
@@ -102,14 +104,6 @@ def _proposals(path, search, folder, n: int, rng, k, read) -> list[Trace]:
       asking = *actions, ('answer', question.text)
       out.append(Trace(told, asking, template=TEMPLATE))
   raise DataError(f'n={n}: the questions of {path} give {len(out)} proposals')
-
-
-def learn(c: ConfigDict, n: int = 384) -> None:
-  """Makes a warm start of configs/gemma.py that of the three roles."""
-  c.sft.data = ConfigDict(
-    dict(module=MODULE, path='qa_train.jsonl.gz', n=n, seed=0)
-  )
-  c.sft.steps = n // c.sft.rows
 
 
 def play(c: ConfigDict) -> None:

@@ -161,9 +161,9 @@ def tokens_of(index: int, trajectory: Trajectory) -> list[Tokens]:
   prompts = [0, *(len(c.prompt) for c in trajectory.contexts)]
   routes = [None] * len(prompts)
   # After a sync, what the first version chose is gone.
-  own = (s.versions for s in trajectory.segments if s.versions is not None)
-  versions = {v for each in own for v in each.tolist()}
-  same = not trajectory.train_context and len(versions) < 2
+  known = (s.versions for s in trajectory.segments if s.versions is not None)
+  versions = {v for each in known for v in each.tolist()}
+  same = trajectory.train_context is None and len(versions) < 2
   if len(trajectory.routes) == len(prompts) and same:
     routes = trajectory.routes
   rows = zip(prompts, trajectory.rows, routes, strict=True)
@@ -483,7 +483,7 @@ def _pack_trees(
 
   In the order of their ids, a trajectory has most in common with the one
   before it, up to where they used other experts. Each goes into the tree, and
-  into the first row with room, of the device at hand; where one of the two is
+  into the first row with room, of the current device; where one of the two is
   full, the next device follows.
   """
   length, M = batch_config.lengths[-1], batch_config.prefix_tokens

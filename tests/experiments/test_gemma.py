@@ -271,6 +271,20 @@ def test_a_gain_is_paired_by_question():
   assert 0 <= found['interval'][0] <= 0.5 <= found['interval'][1] <= 1
 
 
+def test_ttrl_is_compared_where_its_start_was_asked_the_same():
+  """Of q1, which it was asked, 1 - 0; of q2, which it was not, 0 - 1."""
+  marks = {
+    ('good', 'after'): {'0': {'q1': 0.0, 'q2': 1.0}},
+    ('ttrl', 'asked'): {'0': {'q1': 1.0}},
+    ('ttrl', 'after'): {'0': {'q2': 0.0}},
+  }
+  found = {
+    g['evaluation']: (g['before'], g['gain'], g['n'])
+    for g in results.compare([], marks)
+  }
+  assert found == {'asked': (0.0, 1.0, 1), 'after': (1.0, -1.0, 1)}
+
+
 def test_runs_of_other_folders_stay_in_the_results(tmp_path, monkeypatch):
   """And those that were made again are replaced; gains are of both folders."""
   sweep = rows.get_sweep('model=small')
