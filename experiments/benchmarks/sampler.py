@@ -115,7 +115,7 @@ def bare(cfg: decoder.DecoderConfig) -> Callable[[], float]:
     def step(_, x):
       for p, cache in zip(weights['layers'], caches):
         q, k, v = (products.dense(x, p[name]) for name in 'qkv')
-        o = kv.attend(cfg, q, *cache, last)
+        o = kv.attend(cfg, q, cache, last)
         o = o + jnp.repeat(k + v, cfg.n_heads // cfg.n_kv_heads, 2)
         x = x + products.dense(o, p['o'], 2)
         h = products.dense(x, p['gate']) * products.dense(x, p['up'])

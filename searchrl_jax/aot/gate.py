@@ -8,7 +8,6 @@ the chip's data sheet.
 
 from collections.abc import Iterator
 import math
-import re
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +17,7 @@ from searchrl_jax import checks
 from searchrl_jax.aot import costs, hlo
 from searchrl_jax.aot.topology import GIB, Topology, parse, prepare
 from searchrl_jax.devices import sharding
-from searchrl_jax.engines.jax import caches, decode, live
+from searchrl_jax.engines.jax import caches, decode, live, ragged
 from searchrl_jax.learn.learner import Learner
 from searchrl_jax.models import flops, packed_cudnn, parameters
 from searchrl_jax.run import build
@@ -148,12 +147,7 @@ def _sampler(engine, cfg, mesh) -> Iterator[Program]:
   # Sequences of all lengths up to twice the average: the last position of each.
   last = np.arange(round(2 * CONTEXT * engine.max_len))
 
-  values = next(iter(pairs.values()))[1]
-
-  def reads(op: str) -> float:
-    found = re.search(rf'{live.NAME}(\d+)', op)
-    return live.share(last, int(found[1]), values) if found else 1.0
-
+  reads = lambda op: live.share(op, last, S)
   held = decode.abstract(cfg, mesh), cache
   blocks = S // caches.block_size()
   width = shape.widths[-1]
@@ -333,7 +327,10 @@ def show(config, name: str, vocab_size: int) -> int:
   jax.config.update('jax_platforms', 'cpu')
   # What was compiled for a device that is not here cannot be loaded.
   jax.config.update('jax_enable_compilation_cache', False)
-  live.compiling_for_hopper()
+  if topology.gpu:
+    live.compiling_for_hopper()
+  else:
+    ragged.compiling_for(topology.chip.device_kind)
   platform, devices = 'gpu' if topology.gpu else 'tpu', topology.devices()
   with (
     sharding.compiling_for(platform, topology.own(devices)),

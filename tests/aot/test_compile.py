@@ -1,4 +1,4 @@
-"""Full-size programs through XLA's compiler for GPUs (make test-aot)."""
+"""Full-size programs through compilers for GPUs and TPUs (make test-aot)."""
 
 import subprocess
 import sys
@@ -98,6 +98,60 @@ for dtype, tile, (I, O) in itertools.product(
     ).compile()
 print('compiled')
 """
+
+
+# Caches of TPUs, for models of the table of machines and others.
+RAGGED = """
+import sys
+from searchrl_jax.aot import topology
+topology.prepare()
+import jax
+from jax import numpy as jnp
+from searchrl_jax.devices import sharding
+from searchrl_jax.engines.jax import caches, ragged
+from searchrl_jax.models import decoder
+
+found = topology.parse(sys.argv[1])
+ragged.compiling_for(found.chip.device_kind)
+where = jax.sharding.SingleDeviceSharding(found.devices()[0])
+shape = lambda *sizes, dtype='bfloat16': jax.ShapeDtypeStruct(
+  sizes, dtype, sharding=where)
+for N, K, H in (
+  (16, 2, 128), (28, 4, 128), (7, 1, 128), (12, 12, 128), (32, 32, 128),
+  (4, 1, 256), (8, 4, 256), (64, 8, 128), (12, 1, 64), (15, 3, 128),
+):
+  cfg = decoder.DecoderConfig(
+    vocab_size=8, d_model=64, n_layers=1, n_heads=N, n_kv_heads=K, head_dim=H,
+    d_ff=64, family='qwen2', dtype='bfloat16')
+  with sharding.compiling_for('tpu'):
+    good = ragged.fits(cfg)
+    assert good == ((K, H) not in ((12, 128), (4, 256), (1, 64), (3, 128)))
+    for tokens, window in ((1, 0), (1, 500), (192, 0)) if good else ():
+      def f(q, new, cache, slots, at):
+        at = at[:, None] + jnp.arange(tokens)
+        cache = caches.write(cfg, cache, slots, at, new, None)
+        slots = None if tokens == 1 else slots
+        return caches.attend(cfg, q, cache, at, window, None, slots), cache
+      R = 16 if tokens == 1 else 4
+      rows = shape(R, dtype='int32')
+      new = [shape(R, tokens, K, H)] * 2
+      text = jax.jit(f, donate_argnums=2).lower(
+        shape(R, tokens, N, H), new, (shape(16, 4608, 2 * K, H),), rows, rows
+      ).compile().as_text()
+      # Nowhere is the cache copied: the token is written in its place.
+      copied = [
+        line for line in text.splitlines()
+        if ' copy' in line and '[16,4608,' in line.partition(' copy')[0]]
+      assert not copied, copied
+print('compiled')
+"""
+
+
+@pytest.mark.parametrize('topology', ['v5p:2x2x1', 'v5e:2x2'])
+def test_a_tpu_reads_and_writes_its_caches_in_place(topology):
+  command = [sys.executable, '-c', RAGGED, topology]
+  done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+  assert done.stdout == 'compiled\n', done.stderr[-2000:]
 
 
 @pytest.mark.parametrize('family', ['hopper', 'ampere'])

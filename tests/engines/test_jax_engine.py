@@ -85,7 +85,7 @@ def test_attention_through_the_cache_in_either_layout(
   positions = np.tile(at, (B, 1))
   slots = np.array([2, 0, 1])  # row r is written to slot slots[r]
   cache = caches.write(cfg, cache, slots, positions, (k, v), None)
-  got = caches.attend(cfg, q, *(x[slots] for x in cache), positions)
+  got = caches.attend(cfg, q, [x[slots] for x in cache], positions)
   wanted = attention.causal(q, k, v, np.full(B, T))
   np.testing.assert_allclose(got, wanted, atol=1e-6)
 
@@ -97,7 +97,7 @@ def test_a_window_through_the_cache(window, block, monkeypatch):
   monkeypatch.setattr(caches, 'BLOCKS', {'cpu': block})
   lengths = [17, 18, 23, 31]
   q, k, v, at = filled(CFG, lengths, 32)
-  got = caches.attend(CFG, q, k, v, at, window)
+  got = caches.attend(CFG, q, (k, v), at, window)
   keys = k.transpose(0, 3, 1, 2), v.transpose(0, 2, 1, 3)
   for b, n in enumerate(lengths):
     first = max(0, n - window)
@@ -108,7 +108,7 @@ def test_a_window_through_the_cache(window, block, monkeypatch):
   # Blocks that no window reaches, where there are several.
   unread = max(0, 17 - window) // 4 * 4 if block == 4 else 0
   dark = k.at[..., :unread].set(np.nan), v.at[:, :, :unread].set(np.nan)
-  again = caches.attend(CFG, q, *dark, at, window)
+  again = caches.attend(CFG, q, dark, at, window)
   np.testing.assert_array_equal(again, got)
 
 
@@ -128,9 +128,9 @@ def test_how_far_other_rows_are_does_not_show_in_a_row(
   cfg = dataclasses.replace(CFG, n_kv_heads=kv_heads)
   q, k, v, near = filled(cfg, [3, 16, 17, 40, 5, 1, 160, 97], 160)
   slots = lambda order: order if named else None
-  attend = jax.jit(lambda *x: caches.attend(cfg, *x[:4], window, slots=x[4]))
+  attend = jax.jit(lambda *x: caches.attend(cfg, *x[:3], window, slots=x[3]))
   want, rng = (
-    attend(q, k, v, near, slots(np.arange(8))),
+    attend(q, (k, v), near, slots(np.arange(8))),
     np.random.default_rng(0),
   )
   for _ in range(20):
@@ -138,7 +138,7 @@ def test_how_far_other_rows_are_does_not_show_in_a_row(
     at = np.where(np.arange(8)[:, None] < 4, near, rng.integers(160, size=1))
     order = rng.permutation(8)
     held = (k, v) if named else (k[order], v[order])
-    got = attend(q[order], *held, at[order], slots(order))
+    got = attend(q[order], held, at[order], slots(order))
     np.testing.assert_array_equal(got[np.argsort(order)][:4], want[:4])
 
 
@@ -147,12 +147,12 @@ def test_rows_that_fill_no_part_are_read_together(rows, monkeypatch):
   monkeypatch.setattr(caches, 'BLOCKS', {'cpu': 16})
   rng = np.random.default_rng(0)
   q, k, v, at = filled(CFG, rng.integers(1, 161, rows), 160)
-  want = caches.attend(CFG, q, k, v, at)  # small blocks: all rows at once
+  want = caches.attend(CFG, q, (k, v), at)  # small blocks: all rows at once
   monkeypatch.setattr(caches, 'PART_BYTES', 0)
   attend = lambda *x: caches.attend(CFG, *x)
-  np.testing.assert_allclose(attend(q, k, v, at), want, atol=1e-6)
+  np.testing.assert_allclose(attend(q, (k, v), at), want, atol=1e-6)
   # Of the blocks that a step reads, keys and values.
-  program = str(jax.make_jaxpr(attend)(q, k, v, at))
+  program = str(jax.make_jaxpr(attend)(q, (k, v), at))
   sizes = {int(n) for n in re.findall(r'f32\[(\d+),2,16,8\] = gather', program)}
   assert sizes == {-(-rows // -(-rows // caches.PART))}
 
@@ -165,14 +165,14 @@ def test_a_row_reads_the_blocks_that_it_sees(window, monkeypatch):
   attend = jax.jit(
     lambda *x: caches.attend(CFG, *x, window, slots=jnp.arange(8))
   )
-  want = attend(q, k, v, at)
+  want = attend(q, (k, v), at)
   low = np.maximum(at - window + 1, 0) // 16 * 16 if window else 0 * at
   place = np.arange(160)
   dark = (place < low) | (place >= at // 16 * 16 + 16)
   assert dark.mean() > 0.5
   k = jnp.where(dark[:, None, None], np.nan, k)
   v = jnp.where(dark[:, None, :, None], np.nan, v)
-  np.testing.assert_array_equal(attend(q, k, v, at), want)
+  np.testing.assert_array_equal(attend(q, (k, v), at), want)
 
 
 @pytest.mark.parametrize('kv_heads', [4, 2])
@@ -183,18 +183,18 @@ def test_an_accelerator_reads_the_cache_of_a_token_at_once(
   monkeypatch.setattr(caches, 'BLOCKS', {'cpu': 16, 'gpu': 16})
   cfg = dataclasses.replace(CFG, n_kv_heads=kv_heads)
   q, k, v, at = filled(cfg, [3, 16, 17, 40, 5, 160], 160)
-  attend = lambda *x: caches.attend(cfg, *x)
-  wanted = attend(q, k, v, at)
+  attend = lambda q, *at: caches.attend(cfg, q, (k, v), *at)
+  wanted = attend(q, at)
   with sharding.compiling_for('gpu'):
-    program = str(jax.make_jaxpr(attend)(q, k, v, at))
-    got = attend(q, k, v, at)
-    two = np.repeat(q, 2, 1), k, v, np.repeat(at, 2, 1)
+    program = str(jax.make_jaxpr(attend)(q, at))
+    got = attend(q, at)
+    two = np.repeat(q, 2, 1), np.repeat(at, 2, 1)
     assert 'while' in str(jax.make_jaxpr(attend)(*two))
   assert 'while' not in program
   np.testing.assert_allclose(got, wanted, atol=1e-6)
   # Bit by bit: positions that a row has not come to add nothing.
   with sharding.compiling_for('gpu'):
-    far = attend(q, k, v, np.maximum(at, 99 * (np.arange(6)[:, None] > 3)))
+    far = attend(q, np.maximum(at, 99 * (np.arange(6)[:, None] > 3)))
   np.testing.assert_array_equal(far[:4], got[:4])
 
 

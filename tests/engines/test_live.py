@@ -92,7 +92,9 @@ def test_only_blocks_that_a_row_sees_are_read(window, size, monkeypatch):
   assert np.array_equal(counts, np.broadcast_to(last - first + 1, (K, B)).T)
   # As the gate has it.
   share = np.mean(counts) * size / S
-  assert live.share(LAST, window, v) == pytest.approx(share)
+  op = f'jit(f)/{live.scope(window, size, B, B)}/pallas_call'
+  assert live.share(op, LAST, S) == pytest.approx(share)
+  assert live.share('jit(f)/dot', LAST, S) == 1
 
 
 @pytest.mark.parametrize('seed', range(4))
@@ -134,7 +136,7 @@ def through(mesh=None, time=1, S=256, dtype=np.float32, keys=None, **sizes):
   at = jnp.asarray([[0], [127], [128], [S - 1]]) + jnp.zeros((1, time), int)
 
   def f(q, k, v, at):
-    return caches.attend(cfg, q, k, v, at, mesh=mesh)
+    return caches.attend(cfg, q, (k, v), at, mesh=mesh)
 
   return sharding.by_rows(f, mesh, 4, (0, 0, 0, 0), 0), (q, k, v, at)
 
@@ -180,7 +182,7 @@ def test_what_the_kernel_does_not_take(interpreted, change):
   assert not by_kernel(*through(**change))
 
 
-def test_no_kernel_for_tpus_and_old_gpus(monkeypatch):
+def test_no_such_kernel_for_tpus_and_old_gpus(monkeypatch):
   for platform in ('cpu', 'tpu'):
     with sharding.compiling_for(platform):
       assert not by_kernel(*through())

@@ -36,7 +36,7 @@ def attended(dtype):
   cache = caches.make(cfg, B, T)[0]
   cache = caches.write(cfg, cache, np.arange(B), at, (k, v), None)
   trainer = attention.causal(q, k, v, np.full(B, T))
-  return q, k, v, trainer, caches.attend(cfg, q, *cache, at)
+  return q, k, v, trainer, caches.attend(cfg, q, cache, at)
 
 
 def plain(q, k, v, scale_first: bool):

@@ -1,9 +1,9 @@
 """The sampler's caches of keys and values, and attention through them.
 
 Axis letters: B slots or rows, T tokens, S cache positions, N/K query/kv heads,
-G = N / K, H head dim. The caches of a layer, (k, v) or (k, v, experts of each
-token) (`axes`), or the `states.State` of a delta net, are donated by the
-programs of `engines.decode`: scatters write in place.
+G = N / K, H head dim. The caches of a layer (`axes`), or the `states.State` of
+a delta net, are donated by the programs of `engines.decode`: scatters write in
+place.
 """
 
 import functools
@@ -14,7 +14,7 @@ from jax import lax
 import jax.numpy as jnp
 
 from searchrl_jax.devices import sharding
-from searchrl_jax.engines.jax import live, states
+from searchrl_jax.engines.jax import live, ragged, states
 from searchrl_jax.models import attention
 from searchrl_jax.models.decoder import DecoderConfig
 
@@ -34,11 +34,12 @@ def block_size() -> int:
 def length(max_len: int) -> int:
   """Positions of a slot's cache: max_len, in whole blocks if above two.
 
-  On a GPU at least in whole blocks of `live`.
+  On a GPU at least in whole blocks of `live`, on a TPU in pages of `ragged`.
   """
   block = block_size()
   if max_len <= 2 * block:
-    block = live.BLOCK if sharding.platform() == 'gpu' else 1
+    least = {'gpu': live.BLOCK, 'tpu': ragged.PAGE}
+    block = least.get(sharding.platform(), 1)
   return -(-max_len // block) * block
 
 
@@ -57,35 +58,40 @@ def like(
   return jax.ShapeDtypeStruct(shape, dtype, sharding=where)
 
 
-def axes(cfg: DecoderConfig) -> tuple[tuple[str | None, ...], ...]:
+def axes(cfg: DecoderConfig, mesh=None) -> tuple[tuple[str | None, ...], ...]:
   """The axes of a layer's keys, of its values, and of what routers chose.
 
   Values are [B, K, S, H]. Keys are [B, K, H, S] if several queries share them:
   scores are then a plain matrix product, which is twice as fast on a CPU. For
-  one query that order is a third slower, so keys have the order of values.
-  With cfg.keeps_routes every layer has the third, int16 [B, 1, S, k].
+  one query that order is a third slower, so keys have the order of values. On a
+  TPU both are one array, that of `ragged`, if its kernel takes it.
+  With cfg.keeps_routes every layer has another, int16 [B, 1, S, k].
   """
   values = ('batch', 'kv_heads', 'time', 'head_dim')
   keys = values
   if cfg.n_heads != cfg.n_kv_heads:
     keys = ('batch', 'kv_heads', 'head_dim', 'time')
+  one = ragged.fits(cfg, mesh)
+  own = (ragged.axes(cfg, mesh),) if one else (keys, values)
   routes = ('batch', None, 'time', None)
-  return (keys, values, routes) if cfg.keeps_routes else (keys, values)
+  return (*own, routes) if cfg.keeps_routes else own
 
 
 def abstract(
   cfg: DecoderConfig, slots: int, max_len: int, mesh=None, chunk: int = 1
 ) -> list:
   """Shapes and shardings of the result of `make`."""
-  sizes = {'batch': slots, 'kv_heads': cfg.n_kv_heads}
-  sizes |= {'time': length(max_len), 'head_dim': cfg.head_dim}
-
-  shape = lambda names: tuple(sizes[name] for name in names)
-  keys, values, *routes = axes(cfg)
-  pair = tuple(like(cfg, mesh, x, shape(x)) for x in (keys, values))
-  for names in routes:
-    size = slots, 1, sizes['time'], cfg.moe.chosen
-    pair = *pair, like(cfg, mesh, names, size, 'int16')
+  K, S, H = cfg.n_kv_heads, length(max_len), cfg.head_dim
+  sizes = {'batch': slots, 'kv_heads': K, 'time': S, 'head_dim': H}
+  names = axes(cfg, mesh)
+  if ragged.fits(cfg, mesh):
+    shapes = [(slots, S, 2 * K, H)]
+  else:
+    shapes = [tuple(sizes[axis] for axis in x) for x in names[:2]]
+  pair = tuple(like(cfg, mesh, *x) for x in zip(names, shapes))
+  if cfg.keeps_routes:
+    size = slots, 1, S, cfg.moe.chosen
+    pair = *pair, like(cfg, mesh, names[-1], size, 'int16')
   nets, state = cfg.delta_layers, None
   if nets:
     layouts = states.layouts(cfg, slots, chunk)
@@ -96,8 +102,8 @@ def abstract(
 def make(
   cfg: DecoderConfig, slots: int, max_len: int, mesh=None, chunk: int = 1
 ) -> list:
-  """Zeroed caches: for each layer (k, v) over `slots` and `length(max_len)`, or
-  the `states.State` of a delta net.
+  """Zeroed caches: for each layer those of `axes` over `slots` and
+  `length(max_len)`, or the `states.State` of a delta net.
 
   chunk: tokens that one call decodes at most.
   """
@@ -114,22 +120,24 @@ def read(x, time: int, slots, start, size: int, mode: str = 'clip'):
   return lax.gather(x, at, numbers, tuple(shape), mode=mode, fill_value=0)
 
 
-def attend(cfg, q, k, v, positions, window: int = 0, mesh=None, slots=None):
-  """q [B, T, N, H] at ascending positions [B, T] over rows of the caches k, v.
+def attend(cfg, q, cache, positions, window: int = 0, mesh=None, slots=None):
+  """q [B, T, N, H] at ascending positions [B, T] over rows of a layer's caches.
 
   A long cache is read block by block, with a running maximum, up to the last
   position that any row needs; on a CPU, of each row the blocks that it sees, if
-  they are large (PART_BYTES) or `slots` names the rows. For a single token a
-  GPU reads up to that of each row, by a kernel; where it does not fit, and on
-  TPUs, the whole cache is read, because each block would be copied first, and
-  the host waited for between them. A position beyond a row's own changes
-  nothing in that row (a weight of 0, a factor of 1), so that a row's result
-  does not depend on the positions of other rows (design 5.10).
+  they are large (PART_BYTES) or `slots` names the rows. A TPU, and for a single
+  token a GPU, read up to that of each row, by a kernel; where it does not fit,
+  a single token reads the whole cache, because each block would be copied
+  first, and the host waited for between them. A position beyond a row's own
+  changes nothing in that row (a weight of 0, a factor of 1), so that a row's
+  result does not depend on the positions of other rows (design 5.10).
   window: tokens that a token sees, itself included; 0: all before it.
-  mesh: of the caches, outside `sharding.by_rows`.
+  mesh: of the caches.
   slots: int32 [B], the rows of the caches (past the last: any row); None: all.
   """
-  B, T, N, H = q.shape
+  if ragged.fits(cfg, mesh):
+    return ragged.attend(q, cache[0], positions, window, slots, mesh)
+  (B, T, N, H), (k, v, *_) = q.shape, cache
   time = axes(cfg)[0].index('time')
   keys = 'BKHS' if time == 3 else 'BKSH'
   q, S = attention.grouped_queries(q, cfg.n_kv_heads), v.shape[2]
@@ -261,18 +269,21 @@ def _live(q, k, v, positions, window, time, mesh):
 def write(cfg, cache, slots, positions, new, mesh):
   """Writes k and v [R, T, K, H] to (slots [R], positions [R, T]) of a layer."""
   at = slots, positions, mesh
-  return tuple(map(functools.partial(_put, at), cache, new, axes(cfg)))
+  if ragged.fits(cfg, mesh):
+    new = (ragged.pairs(*new),)
+  return tuple(map(functools.partial(_put, at), cache, new, axes(cfg, mesh)))
 
 
 def write_routes(cfg, cache, slots, positions, chosen, mesh):
   """The same of the experts int32 [R, T, k] of a layer, if it has some.
 
-  Returns its caches behind keys and values.
+  Returns its last cache.
   """
-  at = slots, positions, mesh
-  fresh = [x[:, :, None].astype(jnp.int16) for x in chosen]
-  put = map(functools.partial(_put, at), cache[2:], fresh, axes(cfg)[2:])
-  return tuple(put) if fresh else cache[2:]
+  if not chosen:
+    return cache[-1:]
+  (own,), names = chosen, axes(cfg, mesh)[-1]
+  fresh = own[:, :, None].astype(jnp.int16)
+  return (_put((slots, positions, mesh), cache[-1], fresh, names),)
 
 
 def _put(at, x, fresh, names):

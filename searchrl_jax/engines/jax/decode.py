@@ -351,7 +351,7 @@ def decode(weights, caches, state, *, cfg, shape, mesh=None):
 
       def attend(q, k, v, cache=cache, window=layer.window):
         new.append(kv.write(cfg, cache, slots, put, (k, v), mesh))
-        return kv.attend(cfg, q, *new[-1], at, window, mesh, some)
+        return kv.attend(cfg, q, new[-1], at, window, mesh, some)
 
       def advance(*of_net, cache=cache):
         o, after = states.step(cfg, cache, t, active, at, *of_net, mesh)
@@ -430,7 +430,7 @@ def prefill(
       if fresh:
         own = lengths, cfg.attention
         return attention.causal(q, k, v, *own, window=window)
-      return kv.attend(cfg, q, *new[-1], at, window, slots=slots)
+      return kv.attend(cfg, q, new[-1], at, window, mesh, slots)
 
     def advance(*of_net, cache=cache):
       place = slots, None if fresh else replay, at, lengths, mesh

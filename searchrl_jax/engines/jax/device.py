@@ -117,7 +117,8 @@ def read_piece(cfg, caches, slots, start, size, mesh):
       time = names.index('time')
       return sharding.total(kv.read(cache, time, *at, size, mode='fill'))
 
-    pairs = [tuple(map(one, pair, kv.axes(cfg))) for pair in _pairs(caches)]
+    axes = kv.axes(cfg, mesh)
+    pairs = [tuple(map(one, pair, axes)) for pair in _pairs(caches)]
     return tuple(map(jnp.stack, zip(*pairs)))
 
   return _on_own_devices(read, mesh, caches, slots, start, out=-1)
@@ -136,7 +137,7 @@ def write_piece(cfg, caches, piece, slots, start, mesh):
       out = lax.scatter(cache, at, new, numbers, mode='drop')
       return sharding.constrain(out, mesh, *names)
 
-    axes, new = kv.axes(cfg), zip(*piece)
+    axes, new = kv.axes(cfg, mesh), zip(*piece)
     return [
       x if isinstance(x, State) else tuple(map(one, x, next(new), axes))
       for x in caches

@@ -10,13 +10,11 @@ other rows, bit by bit (design 5.10). Softmax with a running maximum: Milakov
 and Gimelshein 2018 (arXiv 1805.02867).
 
 Pallas compiles it by Triton, which JAX 0.11 calls deprecated and still has.
-
-For TPUs there is none. One by Mosaic was tried and compiled: of 3B with 64
-slots on v5p, a token moved 33.6 GB instead of 21.9, because XLA copied both
-caches of every layer from the layout in which it writes them to the kernel's.
+For TPUs: `ragged`.
 """
 
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +22,7 @@ import numpy as np
 
 from searchrl_jax.devices import sharding
 
-NAME = 'live_attention_'  # of the kernel, before its window
+NAME = 'live_attention'  # of a kernel, before what `scope` says
 BLOCK = 128  # positions that are read at once, at most
 _BYTES = 2**15  # of a block: two of keys and two of values are held at once
 _ROWS = 16  # of a tile of queries, of which G are used
@@ -148,8 +146,7 @@ def attend(q, k, v, positions, window=0, time=2, interpret=False):
     compiler_params=triton.CompilerParams(num_warps=4, num_stages=2),
     interpret=interpret,
   )
-  # By its name, it is known not to read all of k and v (`share`).
-  with jax.named_scope(f'{NAME}{window}'):
+  with jax.named_scope(scope(window, size, B, B)):
     o, top, total, counts = call(positions, q, k, v)
   # A run without a position that is seen has the weight exp(-inf) = 0.
   weight = jnp.exp(top - jnp.max(top, 2, keepdims=True))
@@ -157,11 +154,23 @@ def attend(q, k, v, positions, window=0, time=2, interpret=False):
   return jnp.sum(o * weight, 2) / total, counts
 
 
-def share(positions, window: int, v) -> float:
-  """The share of caches like v [B, K, S, H] that is read for such rows."""
-  size = _block(v)
+def scope(window: int, size: int, rows: int, slots: int) -> str:
+  """A name for a kernel that reads of a cache of so many slots what some rows
+  see of theirs, in blocks of `size` positions: `share` reads it."""
+  return f'{NAME}_{window}_{size}_{rows}_{slots}'
+
+
+def share(op: str, positions, length: int) -> float:
+  """The share of caches that a kernel reads for rows at such last positions.
+
+  op: of XLA; 1 if it is in no `scope`. length: positions of a slot.
+  """
+  found = re.search(rf'{NAME}_(\d+)_(\d+)_(\d+)_(\d+)', op)
+  if not found:
+    return 1.0
+  window, size, rows, slots = map(int, found.groups())
   first, last = _span(jnp.asarray(positions, jnp.int32), window, size)
-  return float(np.mean(last - first)) * size / v.shape[2]
+  return float(np.mean(last - first)) * size / length * rows / slots
 
 
 def _block(v) -> int:
