@@ -146,19 +146,19 @@ def _sampler(engine, cfg, mesh) -> Iterator[Program]:
   S = caches.length(engine.max_len)
   # Sequences of all lengths up to twice the average: the last position of each.
   last = np.arange(round(2 * CONTEXT * engine.max_len))
-
-  reads = lambda op: live.share(op, last, S)
   held = decode.abstract(cfg, mesh), cache
   blocks = S // caches.block_size()
   width = shape.widths[-1]
   one = np.zeros(shape.rows(width), np.int32)
   rows = np.zeros((len(one), width), np.int32), one, one, one, one
-  for name, program, unknown, *arguments in (
-    ('decode', jitted.decode, 1, decode.idle_state(engine.slots)),
-    (f'prefill/{width}', jitted.fresh, 1, *rows),
+  for name, program, unknown, new, *arguments in (
+    ('decode', jitted.decode, 1, 1, decode.idle_state(engine.slots)),
+    (f'prefill/{width}', jitted.fresh, 1, width, *rows),
     # Its attention loops over blocks.
-    (f'prefill/{width}/extend', jitted.extend, blocks, *rows),
+    (f'prefill/{width}/extend', jitted.extend, blocks, width, *rows),
   ):
+    ends = np.minimum(last + new, S) - 1
+    reads = lambda op, ends=ends: live.share(op, ends, S)
     traced = program.trace(*held, *arguments)
     compiled = traced.lower().compile()
     found = Program(name, traced, compiled, mesh, unknown, reads=reads)

@@ -101,32 +101,40 @@ print('compiled')
 
 
 # Caches of TPUs, for models of the table of machines and others.
-RAGGED = """
+TPU = """
 import sys
 from searchrl_jax.aot import topology
 topology.prepare()
 import jax
 from jax import numpy as jnp
+from searchrl_jax.aot import costs
 from searchrl_jax.devices import sharding
-from searchrl_jax.engines.jax import caches, ragged
+from searchrl_jax.engines.jax import caches, decode, ragged
 from searchrl_jax.models import decoder
 
 found = topology.parse(sys.argv[1])
 ragged.compiling_for(found.chip.device_kind)
-where = jax.sharding.SingleDeviceSharding(found.devices()[0])
+devices = found.devices()
+where = jax.sharding.SingleDeviceSharding(devices[0])
 shape = lambda *sizes, dtype='bfloat16': jax.ShapeDtypeStruct(
   sizes, dtype, sharding=where)
+
+def model(N, K, H):
+  return decoder.DecoderConfig(
+    vocab_size=512, d_model=512, n_layers=2, n_heads=N, n_kv_heads=K,
+    head_dim=H, d_ff=512, family='qwen2', dtype='bfloat16')
+"""
+HEADS = """
 for N, K, H in (
   (16, 2, 128), (28, 4, 128), (7, 1, 128), (12, 12, 128), (32, 32, 128),
   (4, 1, 256), (8, 4, 256), (64, 8, 128), (12, 1, 64), (15, 3, 128),
 ):
-  cfg = decoder.DecoderConfig(
-    vocab_size=8, d_model=64, n_layers=1, n_heads=N, n_kv_heads=K, head_dim=H,
-    d_ff=64, family='qwen2', dtype='bfloat16')
+  cfg = model(N, K, H)
   with sharding.compiling_for('tpu'):
     good = ragged.fits(cfg)
     assert good == ((K, H) not in ((12, 128), (4, 256), (1, 64), (3, 128)))
-    for tokens, window in ((1, 0), (1, 500), (192, 0)) if good else ():
+    cases = (1, 0), (1, 500), (512, 0), (200, 60)
+    for tokens, window in cases if good else ():
       def f(q, new, cache, slots, at):
         at = at[:, None] + jnp.arange(tokens)
         cache = caches.write(cfg, cache, slots, at, new, None)
@@ -134,22 +142,41 @@ for N, K, H in (
         return caches.attend(cfg, q, cache, at, window, None, slots), cache
       R = 16 if tokens == 1 else 4
       rows = shape(R, dtype='int32')
-      new = [shape(R, tokens, K, H)] * 2
-      text = jax.jit(f, donate_argnums=2).lower(
-        shape(R, tokens, N, H), new, (shape(16, 4608, 2 * K, H),), rows, rows
-      ).compile().as_text()
-      # Nowhere is the cache copied: the token is written in its place.
-      copied = [
-        line for line in text.splitlines()
-        if ' copy' in line and '[16,4608,' in line.partition(' copy')[0]]
-      assert not copied, copied
+      new, q = [shape(R, tokens, K, H)] * 2, shape(R, tokens, N, H)
+      cache = (shape(16, 4608, 2 * K, H),)
+      done = jax.jit(f, donate_argnums=2).lower(q, new, cache, rows, rows)
+      # The cache is not copied: tokens are written in their places.
+      size = done.compile().memory_analysis().temp_size_in_bytes
+      assert size < costs.nbytes(cache) / 4, (N, K, H, tokens, size)
+print('compiled')
+"""
+# `tensor` divides the first model's kv heads, not the second's.
+PROGRAMS = """
+for N, K in ((16, 4), (8, 1)):
+  cfg = model(N, K, 128)
+  with sharding.compiling_for('tpu', devices):
+    mesh = sharding.make_mesh(2, 1, 2, devices[:4])
+    programs = decode.programs(cfg, decode.Shape(32, 4608, 8, 16, 2), mesh)
+    cache = caches.abstract(cfg, 32, 4608, mesh)
+    rows = jnp.zeros((4, 512), jnp.int32), *[jnp.zeros(4, jnp.int32)] * 4
+    for program, *given in (
+      (programs.decode, decode.idle_state(32)), (programs.extend, *rows)
+    ):
+      done = program.trace(decode.abstract(cfg, mesh), cache, *given).lower()
+      size = done.compile().memory_analysis().temp_size_in_bytes
+      held = costs.nbytes(cache[0])
+      assert size < held, (K, size, held)
 print('compiled')
 """
 
 
-@pytest.mark.parametrize('topology', ['v5p:2x2x1', 'v5e:2x2'])
-def test_a_tpu_reads_and_writes_its_caches_in_place(topology):
-  command = [sys.executable, '-c', RAGGED, topology]
+@pytest.mark.parametrize(
+  'programs, topology',
+  [(HEADS, 'v5p:2x2x1'), (PROGRAMS, 'v5e:2x2'), (PROGRAMS, 'v6e:2x2')],
+  ids=['heads', 'v5e', 'v6e'],
+)
+def test_a_tpu_reads_and_writes_its_caches_in_place(topology, programs):
+  command = [sys.executable, '-c', TPU + programs, topology]
   done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
   assert done.stdout == 'compiled\n', done.stderr[-2000:]
 

@@ -345,6 +345,7 @@ def config(**changes) -> ConfigDict:
     sleep=False,
     sync='full',
     memory='',
+    record_routes=False,
     start_seconds=10.0,
   )
   return ConfigDict(fields | changes)

@@ -17,6 +17,7 @@ from searchrl_jax.engines.vllm import client
 from searchrl_jax.engines.vllm.client import VllmEngine
 from searchrl_jax.engines.weights import checksum, sync
 from searchrl_jax.models import decoder, deltanet, families
+from searchrl_jax.models.experts import Sizes
 from searchrl_jax.text.tokenizer import train_bpe
 from searchrl_jax.types import Prompt
 from tests.clock import until
@@ -618,15 +619,28 @@ def test_nobody_there_and_no_url(fake, tmp_path):
 
 @pytest.mark.parametrize('url', ['', 'http://127.0.0.1:80'])
 @pytest.mark.parametrize('adapters', [True, False])
-def test_delta_nets_go_without_adapters_and_differences(
-  url, adapters, tmp_path
+@pytest.mark.parametrize(
+  'what, has',
+  [
+    ('delta nets', dict(delta=deltanet.Sizes(2, 4, 8, 12, 4))),
+    ('experts', dict(family='qwen3_moe', moe=Sizes(8, 2, 24, True))),
+  ],
+)
+def test_what_goes_without_adapters_and_differences(
+  what, has, url, adapters, tmp_path
 ):
-  cfg = dataclasses.replace(CFG, delta=deltanet.Sizes(2, 4, 8, 12, 4))
+  cfg = dataclasses.replace(CFG, **has)
   c = config(url=url, sync='full' if adapters else 'delta', dtype='bfloat16')
   if adapters:
     cfg = dataclasses.replace(cfg, lora=decoder.Lora(4, 8.0, ('q',), 'float32'))
-  with pytest.raises(EngineError, match="delta nets.*'full'.*rank=0"):
+  with pytest.raises(EngineError, match=f"{what}.*'full'.*rank=0"):
     VllmEngine(cfg, None, Letters(), c, None, tmp_path)
+
+
+def test_routes_are_of_the_engine_in_process(tmp_path):
+  c = config(url='http://127.0.0.1:80', record_routes=True)
+  with pytest.raises(EngineError, match='record_routes=False'):
+    VllmEngine(CFG, None, Letters(), c, None, tmp_path)
 
 
 def test_nothing_is_sampled_before_the_first_sync(fake, tmp_path):

@@ -138,7 +138,7 @@ def attend(cfg, q, cache, positions, window: int = 0, mesh=None, slots=None):
   if ragged.fits(cfg, mesh):
     return ragged.attend(q, cache[0], positions, window, slots, mesh)
   (B, T, N, H), (k, v, *_) = q.shape, cache
-  time = axes(cfg)[0].index('time')
+  time = axes(cfg, mesh)[0].index('time')
   keys = 'BKHS' if time == 3 else 'BKSH'
   q, S = attention.grouped_queries(q, cfg.n_kv_heads), v.shape[2]
   block, cpu = block_size(), sharding.platform() == 'cpu'

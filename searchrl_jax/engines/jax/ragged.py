@@ -23,16 +23,17 @@ from searchrl_jax.models.decoder import DecoderConfig
 PAGE = 128  # positions
 # That are read at once. A window begins anywhere in its first page.
 _PAGES, _PAGES_OF_WINDOW = 2, 1
-# Queries that share what is read: of several rows if each has one token, of one
-# row if it has more.
-_ROWS, _TOKENS = 8, 128
+# Queries that share what is read: rows of one token, or tokens of a row.
+# With 64 heads, many more do not fit in a core.
+_ROWS, _TOKENS = 8, 32
 
 
 def fits(cfg: DecoderConfig, mesh=None) -> bool:
   """Whether caches of this model on this mesh are those of the kernel.
 
   It takes bfloat16, and of a device one kv head whose dim is a multiple of 128,
-  or several of 128 that fill tiles of memory.
+  or several of 128 that fill tiles of memory. It was compiled for v5e, v5p and
+  v6e.
   """
   if sharding.platform() != 'tpu' or jnp.dtype(cfg.dtype) != jnp.bfloat16:
     return False

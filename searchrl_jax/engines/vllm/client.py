@@ -23,6 +23,7 @@ import dataclasses
 import functools
 import hashlib
 import itertools
+import json
 import logging
 import pathlib
 import time
@@ -108,6 +109,7 @@ class VllmEngine(core.Engine):
     )
     self.version = None  # nothing is loaded yet
     model = {**families.fields(model_cfg), 'dtype': config.dtype}
+    model = json.loads(json.dumps(model))  # as servers say it
     if not config.url:
       published.write_serving_folder(
         folder / 'serving', model, tokenizer.path, config.dtype, config.max_len
@@ -469,15 +471,18 @@ def capacity(model_cfg, config, tokens: int) -> int:
     EngineError: a model that no server may hold.
   """
   core.require(
-    not model_cfg.delta or config.sync == 'full' and not model_cfg.lora,
-    f"config.engine.module='vllm': family {model_cfg.family} has delta nets, "
-    "which need config.engine.sync='full' and model.lora.rank=0; or use "
+    not (model_cfg.delta or model_cfg.moe)
+    or config.sync == 'full'
+    and not model_cfg.lora,
+    f"config.engine.module='vllm': family {model_cfg.family} has "
+    f'{"delta nets" if model_cfg.delta else "experts"}, which need '
+    "config.engine.sync='full' and model.lora.rank=0; or use "
     "config.engine.module='jax'",
   )
   core.require(
-    not model_cfg.moe,
-    f"config.engine.module='vllm': family {model_cfg.family} has experts, "
-    "which it cannot verify in a server; use config.engine.module='jax'",
+    not config.record_routes,
+    "config.engine.module='vllm': record_routes is of the engine in process; "
+    "use config.engine.record_routes=False, or module='jax'",
   )
   more = config.url.count(',') if config.url else config.device.count(';')
   return servers.REQUESTS_PER_SLOT * config.slots * (1 + more)

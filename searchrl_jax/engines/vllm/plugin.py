@@ -6,7 +6,7 @@ vLLM mixes `Worker` into its own worker class,
 
 and POST /collective_rpc calls its methods. Loading uses vLLM's own loaders, and
 checksums read the tensors used for computing, so an error in one cannot hide an
-error in the other. The module depends on four properties of vLLM 0.32:
+error in the other. The module depends on five properties of vLLM 0.32:
 
 * On CPU a linear layer packs its matrix for oneDNN and drops the original, so
   no parameter shows the values in use. The checksums multiply unit vectors
@@ -18,14 +18,19 @@ error in the other. The module depends on four properties of vLLM 0.32:
 * A tensor that is missing in a reload keeps its old value, with a warning.
 * A delta net's `A_log` is float32 whatever the dtype, its norm is not
   (`families.SERVED`). On some CPUs its convolution is packed.
+* On CPU the experts of a layer are packed when it is loaded first, and a reload
+  leaves plain matrices where the kernel expects packed ones. `searchrl_load`
+  packs them.
 
 This module imports no JAX, and torch and vLLM only when they are used.
 """
 
 from collections.abc import Iterator, Mapping
 import dataclasses
+import functools
 import math
 import pathlib
+import re
 from typing import Any
 
 import numpy as np
@@ -48,6 +53,11 @@ _FUSED = {
   'in_proj_b': ('in_proj_ba', 0),
   'in_proj_a': ('in_proj_ba', 1),
 }
+# Matrices of an expert -> vLLM's tensor of all experts, and the part of an
+# expert's rows there; None: all of them.
+_EXPERT = re.compile(r'(.*\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight')
+_EXPERTS = {'gate': ('w13_weight', 0), 'up': ('w13_weight', 1)}
+_EXPERTS['down'] = ('w2_weight', None)
 _PROBE = 1 << 22  # elements of one product with unit vectors
 
 
@@ -91,6 +101,16 @@ class Worker:
       weights, base, changed = delta.bring(*copy, locate=fast)
     else:
       weights = published.open_published(path)
+    experts = [(module, _experts_isa(module)) for module in model.modules()]
+    packed = [(module, isa) for module, isa in experts if isa]
+    for module, _ in packed:
+      d_ff = module.intermediate_size_per_partition
+      what = (
+        f'vLLM pads experts of {d_ff} columns when it loads them first, and'
+      )
+      fix = 'not again: on a CPU, d_ff of each worker is a multiple of 32'
+      good = module.w13_weight.shape[1] == 2 * d_ff
+      lookup.require(good, f'{what} {fix}', RuntimeError)
     self._searchrl_published = None
     if changed is not None and before.version == base:
       _change(model, weights, changed)
@@ -109,6 +129,9 @@ class Worker:
     if _tied(model):
       head = model.lm_head
       head.quant_method.process_weights_after_loading(head)
+    for module, isa in packed:
+      for x in (module.w13_weight.data, module.w2_weight.data):
+        x.copy_(_pack_experts(isa, x))
     self._searchrl_published = weights
 
   def searchrl_checksums(self) -> dict[str, list]:
@@ -203,6 +226,10 @@ def _modules(model, weights: Published) -> Iterator[tuple[Any, str, list]]:
     table[hf_tensors.TIED_HEAD] = dataclasses.replace(embed, path='head')
   for name, tensor in table.items():
     module, kind, n = _find(name)
+    if isinstance(tensor.layer, tuple):  # a layer and an expert
+      layer, expert = tensor.layer
+      at = layer * weights.shapes[tensor.path][1] + expert
+      tensor = dataclasses.replace(tensor, layer=at)
     groups.setdefault((module, kind), []).append((tensor, n))
   for (name, kind), members in groups.items():
     module = _own(model.get_submodule(name))
@@ -210,9 +237,12 @@ def _modules(model, weights: Published) -> Iterator[tuple[Any, str, list]]:
     yield module, kind, [part for part in parts if part is not None]
 
 
-def _find(name: str) -> tuple[str, str, int | range]:
-  """The module with a tensor of a checkpoint, 'weight' or 'bias', and which
-  part of that the tensor is."""
+def _find(name: str) -> tuple[str, str, Any]:
+  """The module with a tensor of a checkpoint, the name of its tensor there, and
+  which part of that it is: a number, several, or an expert's number and one."""
+  if found := _EXPERT.fullmatch(name):
+    kind, n = _EXPERTS[found[3]]
+    return f'{found[1]}.routed_experts', kind, (int(found[2]), n)
   *parents, leaf, kind = name.split('.')
   leaf, n = _FUSED.get(leaf, (leaf, 0))
   return '.'.join([*parents, leaf]), kind, n
@@ -255,7 +285,7 @@ def _own(module):
   return getattr(module, 'base_layer', module)
 
 
-def _local(module, n: int | range) -> tuple[slice | None, int, int]:
+def _local(module, n) -> tuple[slice | None, int, int]:
   """The rows of the n-th part in the module's tensor, and the first row and
   column in the whole tensor. The rows are None if another worker reports them.
   """
@@ -265,10 +295,13 @@ def _local(module, n: int | range) -> tuple[slice | None, int, int]:
   if isinstance(module, vocab.VocabParallelEmbedding):
     own = module.shard_indices
     return slice(0, own.num_org_elements), own.org_vocab_start_index, 0
+  if isinstance(n, tuple):
+    return _local_expert(module, *n)
   rank = getattr(module, 'tp_rank', None)
+  whole = isinstance(module, linear.ReplicatedLinear)  # a router
   # A norm is replicated; a delta net, which has vectors of its own, is whole
   # (see `searchrl_load`).
-  if rank is None or not hasattr(module, 'output_partition_sizes'):
+  if rank is None or whole or not hasattr(module, 'output_partition_sizes'):
     from vllm.distributed import get_tensor_model_parallel_rank
 
     return (None if get_tensor_model_parallel_rank() else slice(None)), 0, 0
@@ -287,6 +320,20 @@ def _local(module, n: int | range) -> tuple[slice | None, int, int]:
   return slice(begin, begin + size), rank * size, 0
 
 
+def _local_expert(module, expert: int, n) -> tuple[slice, int, int]:
+  """The same of a matrix of an expert, in the rows of all of the layer."""
+  how = module.moe_config.moe_parallel_config
+  what = 'workers divide each expert: leave --enable-expert-parallel out'
+  lookup.require(how.ep_size == 1, what, RuntimeError)
+  first = how.tp_rank * module.intermediate_size_per_partition
+  if n is None:  # the columns of the down projection are cut
+    rows = module.w2_weight.shape[1]
+    return slice(expert * rows, (expert + 1) * rows), 0, first
+  rows = module.w13_weight.shape[1] // 2
+  begin = (2 * expert + n) * rows
+  return slice(begin, begin + rows), first, 0
+
+
 def _blocks(module, kind: str, dtype) -> Iterator[tuple[int, Any]]:
   """(first column, block [columns, all rows]) of the values in use."""
   import torch
@@ -295,7 +342,8 @@ def _blocks(module, kind: str, dtype) -> Iterator[tuple[int, Any]]:
   tensor = getattr(module, kind)
   lookup = type(module) is vocab.VocabParallelEmbedding
   if kind == 'weight' and _packed(module) and not lookup:
-    width = module.input_size_per_partition
+    whole = not hasattr(module, 'input_size_per_partition')  # a router
+    width = module.input_size if whole else module.input_size_per_partition
     step = max(1, _PROBE // sum(module.output_partition_sizes))
     for first in range(0, width, step):
       units = torch.zeros(min(step, width - first), width, dtype=dtype)
@@ -303,29 +351,55 @@ def _blocks(module, kind: str, dtype) -> Iterator[tuple[int, Any]]:
       yield first, module.quant_method.apply(module, units, bias=None)
     return
   if hasattr(module, '_cpu_unpacked_conv_weight'):
-    tensor = _unpacked(module)
+    from vllm import _custom_ops as ops
+
+    shape = module._cpu_unpacked_conv_weight.shape
+    at = _places(shape, tensor.dtype, ops.causal_conv1d_weight_pack)
+    tensor = _unpacked(tensor.flatten(), at).reshape(shape)
+  elif isa := _experts_isa(module):
+    pack = functools.partial(_pack_experts, isa)
+    at = _places((1, *tensor.shape[1:]), tensor.dtype, pack)  # of each the same
+    tensor = _unpacked(tensor.flatten(1), at).reshape(tensor.shape)
   dtype = torch.float32 if kind == 'A_log' else dtype  # see families.SERVED
   tensor = tensor.detach().to(dtype)
-  yield 0, tensor[None] if tensor.ndim == 1 else tensor.flatten(1).T
+  yield 0, tensor[None] if tensor.ndim == 1 else tensor.flatten(0, -2).T
 
 
-def _unpacked(conv):
-  """The values in use of a convolution that vLLM has packed on a CPU.
+def _places(shape, dtype, pack):
+  """Where the elements of a packed tensor of `shape` were: int64 [elements].
 
-  The copy that vLLM keeps beside them is of no use to tell what they are.
-  Where packing puts each element is read off the packed digits of its index,
-  which bfloat16 holds exactly.
+  A copy that vLLM may keep beside it is of no use to tell what is in use. The
+  places are read off the packed digits of indices, which bfloat16 holds
+  exactly.
   """
   import torch
+
+  index = torch.arange(math.prod(shape)).reshape(shape)
+  digits = ((index >> n & 255).to(dtype) for n in (0, 8, 16, 24))
+  return sum(pack(x).long() << 8 * i for i, x in enumerate(digits)).flatten()
+
+
+def _unpacked(tensor, at):
+  """Elements of packed rows [..., elements] at their places `at`."""
+  import torch
+
+  out = torch.empty_like(tensor)
+  out[..., at] = tensor.detach()
+  return out
+
+
+def _experts_isa(module) -> str:
+  """The instructions of a CPU for which a layer's experts are packed; ''."""
+  kernel = getattr(getattr(module, 'quant_method', None), 'moe_kernel', None)
+  experts = getattr(kernel, 'fused_experts', None)
+  plain = getattr(experts, '_use_zentorch', False)
+  return '' if plain else getattr(experts, 'isa', '')
+
+
+def _pack_experts(isa: str, tensor):
   from vllm import _custom_ops as ops
 
-  shape = conv._cpu_unpacked_conv_weight.shape
-  index = torch.arange(shape.numel()).reshape(shape)
-  digits = [(index // n % 256).to(conv.weight.dtype) for n in (1, 256)]
-  low, high = (ops.causal_conv1d_weight_pack(d).long() for d in digits)
-  out = torch.empty(shape.numel(), dtype=conv.weight.dtype)
-  out[(low + 256 * high).flatten()] = conv.weight.detach().flatten()
-  return out.reshape(shape)
+  return ops.cpu_prepack_moe_weight(tensor, isa)
 
 
 def _sums(block, part: Part, first: int) -> tuple[int, int]:

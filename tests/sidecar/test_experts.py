@@ -1,0 +1,118 @@
+"""A real vLLM server with experts."""
+
+import asyncio
+import dataclasses
+import functools
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from searchrl_jax.engines.vllm.client import VllmEngine
+from searchrl_jax.engines.weights import sync
+from searchrl_jax.models import decoder
+from searchrl_jax.models.experts import Sizes
+from searchrl_jax.text import tokenizer
+from searchrl_jax.worlds import microworld
+from tests.engines.fake_vllm import config
+from tests.sidecar.test_plugin import IDS, UNTIED, make_params, started
+
+pytestmark = pytest.mark.sidecar
+# The second of three layers has none.
+EXPERTS = dataclasses.replace(
+  UNTIED,
+  family='qwen3_moe',
+  n_layers=3,
+  moe=Sizes(6, 2, 64, normalised=True, dense=(1,)),
+)
+
+
+@pytest.fixture(scope='module')
+def server(tmp_path_factory):
+  folder = tmp_path_factory.mktemp('experts')
+  with started(folder, EXPERTS, 'tests.sidecar.faults:Worker') as server:
+    yield server
+
+
+def test_the_server_holds_and_computes_what_was_published(server):
+  """A reload leaves experts as vLLM's kernel for CPUs cannot read them."""
+  for version in (1, 2, 1):
+    done = server.load(version)
+    assert server.wrong(done) == set()
+    server.check_logps(make_params(EXPERTS, version))
+
+
+def test_what_vllm_alone_leaves_is_named(server):
+  """Its own reload answers 200; the experts are then not those of any model."""
+  server.load(1)
+  done = server.publish(2)
+  server.call('fault_load_without', str(done.path), '')
+  assert server.wrong(done) == {
+    f'layers/experts_{name}' for name in ('gate', 'up', 'down')
+  }
+
+
+@pytest.mark.parametrize(
+  'name', ['router', 'experts_gate', 'experts_up', 'experts_down']
+)
+def test_tensors_are_told_apart(server, name):
+  """Each of them with other values is named, and no other is."""
+  done = server.load(3)
+  params = decoder.flatten(make_params(EXPERTS, 3))
+  x = params[f'layers/{name}']  # of one layer and expert
+  params[f'layers/{name}'] = x.at[1, 2].set(x[1, 2][::-1])
+  other = server.publish(4, decoder.nest(params))
+  held = server.checksums()
+  differ = {k for k, v in other.checksums.items() if held[k] != v}
+  assert differ == {f'layers/{name}'} and held == done.checksums
+
+
+def test_the_engine_verifies_its_weights(server, tmp_path):
+  path = microworld.tokenizer(tmp_path / 'tokenizer')
+  c = config(
+    url=str(server.http.base_url).rstrip('/'),
+    dtype='float32',
+    max_len=512,
+    timeout=60.0,
+    deadline=120.0,
+  )
+  engine = VllmEngine(EXPERTS, None, tokenizer.load(path), c, None, tmp_path)
+  params, canary = make_params(EXPERTS, 5), list(range(40, 90))
+  logps = functools.partial(sync.forward_logps(EXPERTS), params)
+
+  async def main():
+    try:
+      how = engine, params, 7, canary, logps, 1e-3
+      return await sync.sync_and_verify(*how)
+    finally:
+      await engine.shutdown()
+
+  assert asyncio.run(main()).version == 7
+
+
+def test_two_workers_hold_their_parts(tmp_path, monkeypatch):
+  """In bfloat16, in which the log-probs are not exact."""
+  monkeypatch.setenv('VLLM_CPU_OMP_THREADS_BIND', 'nobind')
+  plugin = 'searchrl_jax.engines.vllm.plugin:Worker'
+  flags = dict(tensor_parallel_size=2, dtype='bfloat16')
+  with started(tmp_path, EXPERTS, plugin, **flags) as server:
+    for version in (1, 2):
+      done = server.load(version)
+      first, second = server.calls('searchrl_checksums')
+      assert 'layers/router' not in second
+      assert first['layers/experts_down'] != second['layers/experts_down']
+      assert server.wrong(done) == set()
+      exact = sync.forward_logps(EXPERTS)(
+        make_params(EXPERTS, version), jnp.asarray(IDS)
+      )
+      np.testing.assert_allclose(server.logps(), exact[1:], atol=0.3)
+
+
+def test_experts_that_vllm_pads_are_refused(tmp_path):
+  cfg = dataclasses.replace(EXPERTS, moe=Sizes(6, 2, 48, True))
+  plugin = 'searchrl_jax.engines.vllm.plugin:Worker'
+  with started(tmp_path, cfg, plugin) as server:
+    with pytest.raises(
+      RuntimeError, match='pads experts of 48.*multiple of 32'
+    ):
+      server.load(1)
