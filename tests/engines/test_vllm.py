@@ -13,7 +13,7 @@ from searchrl_jax.engines.core import (
   SyncError,
   WeightsUpdate,
 )
-from searchrl_jax.engines.vllm import client
+from searchrl_jax.engines.vllm import client, plugin
 from searchrl_jax.engines.vllm.client import VllmEngine
 from searchrl_jax.engines.weights import checksum, sync
 from searchrl_jax.models import decoder, deltanet, families
@@ -635,6 +635,27 @@ def test_what_goes_without_adapters_and_differences(
     cfg = dataclasses.replace(cfg, lora=decoder.Lora(4, 8.0, ('q',), 'float32'))
   with pytest.raises(EngineError, match=f"{what}.*'full'.*rank=0"):
     VllmEngine(cfg, None, Letters(), c, None, tmp_path)
+
+
+def experts(d_ff: int, held: int, **kernel):
+  """A layer of vLLM's as far as the plugin asks; held: columns with padding."""
+  fused = types.SimpleNamespace(isa='vec', **kernel)
+  how = types.SimpleNamespace(
+    moe_kernel=types.SimpleNamespace(fused_experts=fused)
+  )
+  w13 = np.zeros((4, 2 * held, 32))
+  return types.SimpleNamespace(
+    quant_method=how, intermediate_size_per_partition=d_ff, w13_weight=w13
+  )
+
+
+def test_experts_that_a_cpu_packs_and_pads():
+  assert plugin._experts_isa(experts(64, 64)) == 'vec'
+  assert plugin._experts_isa(experts(64, 64, _use_zentorch=True)) == ''
+  assert plugin._experts_isa(types.SimpleNamespace()) == ''
+  plugin._check_width(experts(64, 64))
+  with pytest.raises(RuntimeError, match='experts of 48.*multiple of 32'):
+    plugin._check_width(experts(48, 64))
 
 
 def test_routes_are_of_the_engine_in_process(tmp_path):

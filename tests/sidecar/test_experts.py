@@ -106,13 +106,3 @@ def test_two_workers_hold_their_parts(tmp_path, monkeypatch):
         make_params(EXPERTS, version), jnp.asarray(IDS)
       )
       np.testing.assert_allclose(server.logps(), exact[1:], atol=0.3)
-
-
-def test_experts_that_vllm_pads_are_refused(tmp_path):
-  cfg = dataclasses.replace(EXPERTS, moe=Sizes(6, 2, 48, True))
-  plugin = 'searchrl_jax.engines.vllm.plugin:Worker'
-  with started(tmp_path, cfg, plugin) as server:
-    with pytest.raises(
-      RuntimeError, match='pads experts of 48.*multiple of 32'
-    ):
-      server.load(1)

@@ -104,13 +104,7 @@ class Worker:
     experts = [(module, _experts_isa(module)) for module in model.modules()]
     packed = [(module, isa) for module, isa in experts if isa]
     for module, _ in packed:
-      d_ff = module.intermediate_size_per_partition
-      what = (
-        f'vLLM pads experts of {d_ff} columns when it loads them first, and'
-      )
-      fix = 'not again: on a CPU, d_ff of each worker is a multiple of 32'
-      good = module.w13_weight.shape[1] == 2 * d_ff
-      lookup.require(good, f'{what} {fix}', RuntimeError)
+      _check_width(module)
     self._searchrl_published = None
     if changed is not None and before.version == base:
       _change(model, weights, changed)
@@ -394,6 +388,17 @@ def _experts_isa(module) -> str:
   experts = getattr(kernel, 'fused_experts', None)
   plain = getattr(experts, '_use_zentorch', False)
   return '' if plain else getattr(experts, 'isa', '')
+
+
+def _check_width(module) -> None:
+  """Raises RuntimeError if vLLM has padded a layer's experts."""
+  d_ff = module.intermediate_size_per_partition
+  lookup.require(
+    module.w13_weight.shape[1] == 2 * d_ff,
+    f'vLLM pads experts of {d_ff} columns when it loads them first, and does '
+    'not when it reloads: on a CPU, d_ff of each worker is a multiple of 32',
+    RuntimeError,
+  )
 
 
 def _pack_experts(isa: str, tensor):
