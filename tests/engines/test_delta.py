@@ -240,7 +240,8 @@ def test_every_server_that_can_takes_over_only_what_changed(
   monkeypatch.setattr(plugin, '_change', lambda *args: wrote.append(args[2]))
   for held in 1, 1, 0:
     worker = plugin.Worker()
-    worker.model_runner = types.SimpleNamespace(get_model=lambda: None)
+    model = types.SimpleNamespace(modules=lambda: [])
+    worker.model_runner = types.SimpleNamespace(get_model=lambda m=model: m)
     worker.parallel_config = types.SimpleNamespace(world_size=1)
     worker.reload_weights = lambda **how: whole.append(how)
     worker._searchrl_published = dataclasses.replace(done, version=held)

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from searchrl_jax.devices import sharding
-from searchrl_jax.engines.core import EngineError, Sampling, WeightsUpdate
-from searchrl_jax.engines.vllm import client
+from searchrl_jax.engines.core import Sampling, WeightsUpdate
 from searchrl_jax.lookup import ConfigError
 from searchrl_jax.models import decoder
 from searchrl_jax.models.experts import Sizes
@@ -128,8 +127,3 @@ def test_on_a_mesh(engine, shape):
 def test_slots_that_the_devices_do_not_divide_are_refused():
   with pytest.raises(ConfigError, match='slots=4.* of 8'):
     common.make_engine(cfg=CFG, mesh=sharding.make_mesh(8, 1, 1))
-
-
-def test_vllm_is_refused():
-  with pytest.raises(EngineError, match="module='vllm'.*qwen3_moe"):
-    client.capacity(CFG, common.config(), 64)
