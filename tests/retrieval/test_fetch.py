@@ -1,6 +1,7 @@
 """Fetching pages that strangers name: what must not be reached, is not."""
 
 import asyncio
+import contextlib
 import gzip
 import ipaddress
 import shutil
@@ -413,12 +414,25 @@ def test_redirects_end():
 # Names.
 
 
+@contextlib.contextmanager
+def at_one_port(outer, inner):
+  """Sites of 127.0.0.2 and 127.0.0.1, at a port that both of them have free."""
+  for _ in range(20):
+    with Site(outer, host='127.0.0.2') as first:
+      try:
+        second = Site(inner, host='127.0.0.1', port=first.port)
+      except OSError:  # another test has it there
+        continue
+      with second:
+        yield first, second
+        return
+  raise AssertionError('no port is free on both')
+
+
 def test_a_name_is_resolved_once_and_its_address_pinned():
   """DNS rebinding: a second answer would lead inside; nobody asks for it."""
-  with (
-    Site({'/': reply(b'outside')}, host='127.0.0.2') as outer,
-    Site({'/': reply(b'inside')}, host='127.0.0.1', port=outer.port) as inner,
-  ):
+  answers = {'/': reply(b'outside')}, {'/': reply(b'inside')}
+  with at_one_port(*answers) as (outer, inner):
     resolve = names(pinned_example=[['127.0.0.2'], ['127.0.0.1']])
     page = fetch(
       f'http://pinned.example:{outer.port}/',
@@ -432,12 +446,8 @@ def test_a_name_is_resolved_once_and_its_address_pinned():
 
 
 def test_a_redirect_to_the_same_name_is_checked_anew():
-  with (
-    Site({'/': redirect('/again')}, host='127.0.0.2') as outer,
-    Site(
-      {'/again': reply(b'inside')}, host='127.0.0.1', port=outer.port
-    ) as inner,
-  ):
+  answers = {'/': redirect('/again')}, {'/again': reply(b'inside')}
+  with at_one_port(*answers) as (outer, inner):
     resolve = names(pinned_example=[['127.0.0.2'], ['127.0.0.1']])
     error = failure(
       f'http://pinned.example:{outer.port}/',
