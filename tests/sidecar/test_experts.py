@@ -1,20 +1,13 @@
 """A real vLLM server with experts."""
 
-import asyncio
 import dataclasses
-import functools
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from searchrl_jax.engines.vllm.client import VllmEngine
 from searchrl_jax.engines.weights import sync
-from searchrl_jax.models import decoder
 from searchrl_jax.models.experts import Sizes
-from searchrl_jax.text import tokenizer
-from searchrl_jax.worlds import microworld
-from tests.engines.fake_vllm import config
 from tests.sidecar.test_plugin import IDS, UNTIED, make_params, started
 
 pytestmark = pytest.mark.sidecar
@@ -57,37 +50,13 @@ def test_what_vllm_alone_leaves_is_named(server):
 )
 def test_tensors_are_told_apart(server, name):
   """Each of them with other values is named, and no other is."""
-  done = server.load(3)
-  params = decoder.flatten(make_params(EXPERTS, 3))
-  x = params[f'layers/{name}']  # of one layer and expert
-  params[f'layers/{name}'] = x.at[1, 2].set(x[1, 2][::-1])
-  other = server.publish(4, decoder.nest(params))
-  held = server.checksums()
-  differ = {k for k, v in other.checksums.items() if held[k] != v}
-  assert differ == {f'layers/{name}'} and held == done.checksums
+  # Of one layer and expert.
+  change = lambda x: x.at[1, 2].set(x[1, 2][::-1])
+  server.told_apart(f'layers/{name}', change)
 
 
 def test_the_engine_verifies_its_weights(server, tmp_path):
-  path = microworld.tokenizer(tmp_path / 'tokenizer')
-  c = config(
-    url=str(server.http.base_url).rstrip('/'),
-    dtype='float32',
-    max_len=512,
-    timeout=60.0,
-    deadline=120.0,
-  )
-  engine = VllmEngine(EXPERTS, None, tokenizer.load(path), c, None, tmp_path)
-  params, canary = make_params(EXPERTS, 5), list(range(40, 90))
-  logps = functools.partial(sync.forward_logps(EXPERTS), params)
-
-  async def main():
-    try:
-      how = engine, params, 7, canary, logps, 1e-3
-      return await sync.sync_and_verify(*how)
-    finally:
-      await engine.shutdown()
-
-  assert asyncio.run(main()).version == 7
+  server.synced(tmp_path, 'float32', sync.forward_logps(EXPERTS), 1e-3)
 
 
 def test_two_workers_hold_their_parts(tmp_path, monkeypatch):

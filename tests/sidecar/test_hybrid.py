@@ -1,20 +1,14 @@
 """A real vLLM server with delta nets, which a CPU computes in bfloat16."""
 
-import asyncio
 import dataclasses
-import functools
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from searchrl_jax.engines.vllm.client import VllmEngine
 from searchrl_jax.engines.weights import sync
-from searchrl_jax.models import decoder, deltanet
-from searchrl_jax.text import tokenizer
-from searchrl_jax.worlds import microworld
+from searchrl_jax.models import deltanet
 from tests.conftest import ROOT
-from tests.engines.fake_vllm import config
 from tests.sidecar.test_plugin import UNTIED, make_params, started
 
 pytestmark = pytest.mark.sidecar
@@ -95,34 +89,9 @@ def test_a_tensor_that_stays_old_is_named(hybrid, path, name):
 @pytest.mark.parametrize('name', ['qkv', 'z', 'b', 'a', 'o'])
 def test_parts_of_a_fused_tensor_are_told_apart(hybrid, name):
   """Each of them with other values is named, and no other is."""
-  done = hybrid.load(3)
-  params = decoder.flatten(make_params(HYBRID, 3))
-  params[f'layers/delta_{name}'] = params[f'layers/delta_{name}'][::-1]
-  other = hybrid.publish(4, decoder.nest(params))
-  held = hybrid.checksums()
-  differ = {k for k, v in other.checksums.items() if held[k] != v}
-  assert differ == {f'layers/delta_{name}'} and held == done.checksums
+  hybrid.told_apart(f'layers/delta_{name}', lambda x: x[::-1])
 
 
 def test_the_engine_verifies_its_weights(hybrid, tmp_path):
-  path = microworld.tokenizer(tmp_path / 'tokenizer')
-  c = config(
-    url=str(hybrid.http.base_url).rstrip('/'),
-    dtype='bfloat16',
-    max_len=512,
-    timeout=60.0,
-    deadline=120.0,
-  )
-  engine = VllmEngine(HYBRID, None, tokenizer.load(path), c, None, tmp_path)
-  params, canary = make_params(HYBRID, 5), list(range(40, 90))
-  logps = functools.partial(FORWARD[0], params)
-
-  async def main():
-    try:
-      how = engine, params, 7, canary, logps, 0.2
-      return await sync.sync_and_verify(*how)
-    finally:
-      await engine.shutdown()
-
-  report = asyncio.run(main())
-  assert report.version == 7 and engine.exact == ('delta_a_log',)
+  engine = hybrid.synced(tmp_path, 'bfloat16', FORWARD[0], 0.2)
+  assert engine.exact == ('delta_a_log',)

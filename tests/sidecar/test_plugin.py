@@ -1,7 +1,9 @@
 """Each way in which a server can hold other weights is planted, and named."""
 
+import asyncio
 import contextlib
 import dataclasses
+import functools
 import shutil
 
 import httpx
@@ -11,10 +13,13 @@ import numpy as np
 import pytest
 
 from searchrl_jax.engines.core import SyncError
+from searchrl_jax.engines.vllm.client import VllmEngine
 from searchrl_jax.engines.vllm.launcher import start_sidecar
 from searchrl_jax.engines.weights import checksum, publication, published, sync
 from searchrl_jax.models import decoder, families, pretrained
+from searchrl_jax.text import tokenizer
 from searchrl_jax.worlds import microworld
+from tests.engines.fake_vllm import config
 from tests.sidecar.conftest import FLAGS
 
 pytestmark = pytest.mark.sidecar
@@ -125,6 +130,43 @@ class Server:
     assert done.status_code == 200, done.text
     found = done.json()['choices'][0]['prompt_logprobs'][1:]
     return [next(iter(x.values()))['logprob'] for x in found]
+
+  def told_apart(self, path, change):
+    """Asserts that a tensor with other values is named, and no other is."""
+    done = self.load(3)
+    params = decoder.flatten(make_params(self.cfg, 3))
+    params[path] = change(params[path])
+    other = self.publish(4, decoder.nest(params))
+    held = self.checksums()
+    differ = {k for k, v in other.checksums.items() if held[k] != v}
+    assert differ == {path} and held == done.checksums
+
+  def synced(self, folder, dtype, logps, tolerance):
+    """An engine that has verified version 7 in the server, and is shut down.
+
+    logps: (parameters, ids) -> log-probs.
+    """
+    path = microworld.tokenizer(folder / 'tokenizer')
+    c = config(
+      url=str(self.http.base_url).rstrip('/'),
+      dtype=dtype,
+      max_len=512,
+      timeout=60.0,
+      deadline=120.0,
+    )
+    engine = VllmEngine(self.cfg, None, tokenizer.load(path), c, None, folder)
+    params, canary = make_params(self.cfg, 5), list(range(40, 90))
+    own = functools.partial(logps, params)
+
+    async def main():
+      try:
+        how = engine, params, 7, canary, own, tolerance
+        return await sync.sync_and_verify(*how)
+      finally:
+        await engine.shutdown()
+
+    assert asyncio.run(main()).version == 7
+    return engine
 
   def check_logps(self, params):
     want = sync.forward_logps(self.cfg)(params, jnp.asarray(IDS))[1:]

@@ -79,7 +79,7 @@ def attend(q, cache, positions, window=0, slots=None, mesh=None):
   block = min(_PAGES_OF_WINDOW if window else _PAGES, most)
   index = jnp.minimum(first[:, None] + jnp.arange(most), pages - 1)
   index = (slots[:, None] * pages + index).astype(jnp.int32)
-  # Of the pages that it is told about.
+  # Tokens from the beginning of a row's first page to its last token.
   length = (positions[:, -1] + 1 - first * PAGE).astype(jnp.int32)
 
   def local(q, cache, length, index):
