@@ -69,14 +69,21 @@ licences of the base model and of the data apply.
 
 
 def export(
-  workdir: str, out: str, which: str, dtype: str, adapter: bool = False
+  workdir: str,
+  out: str,
+  which: str,
+  dtype: str,
+  adapter: bool = False,
+  stacked: bool = False,
 ) -> None:
   """Exports checkpoint `which` ('latest', 'best' or a step) in `dtype`.
 
-  adapter: its adapters alone, as PEFT stores them.
+  Args:
+    adapter: its adapters alone, as PEFT stores them.
+    stacked: see `pretrained.save`.
 
   Raises:
-    ConfigError: the run has no adapters.
+    ConfigError: the run has no adapters, or no experts to stack.
     FileExistsError: `out` exists.
   """
   config = build.load_config(workdir)
@@ -84,6 +91,8 @@ def export(
   cfg = parameters.model_config(config, tok.vocab_size, tok.needed)
   # Of a run that goes on, 'latest' may change meanwhile.
   step = checkpoint.of_run(config, workdir).resolve(which)
+  message = f'--stacked_experts: what is written of {workdir} has none'
+  lookup.require(cfg.moe and not adapter or not stacked, message)
   mesh = build.any_mesh(config)
   params = parameters.restore(config, workdir, cfg, mesh, str(step))
   card = {'README.md': model_card(config, workdir, step, adapter)}
@@ -115,7 +124,16 @@ def export(
   if config.data.prompt == 'template' and chat:
     files['chat_template.jinja'] = chat
   folder = f'{workdir}/{records.TOKENIZER}'
-  pretrained.save(out, cfg, params, folder, dtype=dtype, like=like, files=files)
+  pretrained.save(
+    out,
+    cfg,
+    params,
+    folder,
+    dtype=dtype,
+    like=like,
+    files=files,
+    stacked=stacked,
+  )
 
 
 def chat_template(config, tok) -> str:
@@ -197,7 +215,8 @@ def model_card(config, workdir: str, step: int, adapter: bool) -> str:
 
 def main():
   which, dtype = _CHECKPOINT.value, _DTYPE.value
-  export(_WORKDIR.value, _OUT.value, which, dtype, _ADAPTER.value)
+  adapter, stacked = _ADAPTER.value, _STACKED.value
+  export(_WORKDIR.value, _OUT.value, which, dtype, adapter, stacked)
   print(_OUT.value)
 
 
@@ -212,5 +231,10 @@ if __name__ == '__main__':
   )
   _ADAPTER = flags.DEFINE_bool(
     'adapter', False, 'Write the adapters alone, as PEFT stores them.'
+  )
+  _STACKED = flags.DEFINE_bool(
+    'stacked_experts',
+    False,
+    'Write all experts of a layer as one tensor, as transformers 5 holds them.',
   )
   command.run(main)

@@ -1,6 +1,7 @@
 """Tokenizers and a scripted policy for tests of the text protocol."""
 
 import functools
+import importlib.resources
 import pathlib
 import tempfile
 
@@ -151,12 +152,21 @@ CHATS = {
 }
 
 
+# Templates of Qwen3.5 itself, without and with thoughts, as trl carries them.
+QWEN35 = ('qwen3_5_nothink', 'qwen3_5_think')
+
+
 @functools.cache
 def chatting(name: str) -> tokenizing.Tokenizer:
-  """'bpe' with one of CHATS, or the real 'qwen_tokenizer'."""
-  if name not in CHATS:
+  """'bpe' with one of CHATS or QWEN35, or the real 'qwen_tokenizer'."""
+  if name in QWEN35:
+    trl = importlib.resources.files('trl')
+    template = (trl / 'chat_templates' / f'{name}.jinja').read_text()
+    special = CHATS['xml'][1]
+  elif name in CHATS:
+    template, special = CHATS[name]
+  else:
     return tokenizer(name)
-  template, special = CHATS[name]
   with tempfile.TemporaryDirectory() as folder:
     altered(pathlib.Path(folder), special=special)
     (pathlib.Path(folder) / 'chat_template.jinja').write_text(template)

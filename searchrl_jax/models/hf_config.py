@@ -11,7 +11,7 @@ A field is computed with (`_used`), or known to change nothing (`_IGNORED`, or
 it, because forks compute something else under the same `model_type`.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 import math
 import textwrap
 from typing import Any
@@ -332,6 +332,21 @@ def _types(every: int, n_layers: int, other: str) -> list[str]:
   return [other if (i + 1) % every else _FULL for i in range(n_layers)]
 
 
+def _layer_types(hf: Mapping[str, Any]) -> list[str]:
+  """[]: the field is absent, or null."""
+  types = hf.get('layer_types')
+  good = types is None or isinstance(types, list | tuple)
+  _require(good, f'layer_types={types!r}', 'a JSON list')
+  return [*(types or ())]
+
+
+def _check_types(types: Sequence[str], expected: Sequence[str], wanted: str):
+  good = len(types) == len(expected)
+  _require(good, f'layer_types of {len(types)} layers', wanted)
+  for i, (kind, own) in enumerate(zip(types, expected, strict=True)):
+    _require(kind == own, f'layer_types[{i}]={kind!r}', f'{own!r}: {wanted}')
+
+
 def _period(hf, n_layers: int, other: str, default: int, *names: str) -> int:
   """Of so many layers the last sees all tokens, and the others are `other`.
 
@@ -339,12 +354,10 @@ def _period(hf, n_layers: int, other: str, default: int, *names: str) -> int:
   """
   found = [hf[name] for name in names if hf.get(name) is not None]
   every = _count(found[0] if found else default, names[0])
-  types = [*(hf.get('layer_types') or ())]
-  if types:
-    every = types.index(_FULL) + 1 if _FULL in types else len(types) + 1
-  good = not types or types == _types(every, n_layers, other)
-  wanted = f'{_FULL} at equal distances, and {other}, of {n_layers} layers'
-  _require(good, f'layer_types={types}', wanted)
+  if types := _layer_types(hf):
+    every = (types.index(_FULL) if _FULL in types else n_layers) + 1
+    wanted = f'{_FULL} at equal distances, and {other}, of {n_layers} layers'
+    _check_types(types, _types(every, n_layers, other), wanted)
   return every
 
 
@@ -473,16 +486,16 @@ def _refuse_sliding_window(hf: Mapping[str, Any], name: str, n_layers: int):
   # Qwen has a switch, off by default, and a first layer, which models with
   # experts have not. A window in a Llama config has neither, and readers
   # interpret it differently.
-  types, window = hf.get('layer_types'), hf.get('sliding_window')
+  types, window = _layer_types(hf), hf.get('sliding_window')
   first = 0 if name == families.MOE else hf.get('max_window_layers', 28)
   on = name == 'llama' or (
     hf.get('use_sliding_window', False) and first < n_layers
   )
-  full = (
-    not (window and on) if types is None else [*types] == n_layers * [_FULL]
-  )
   wanted = f'{_FULL}, of each of {n_layers} layers'
-  _require(full, f'layer_types={types}, sliding_window={window}', wanted)
+  if types:
+    _check_types(types, n_layers * [_FULL], wanted)
+  else:
+    _require(not (window and on), f'sliding_window={window}', wanted)
 
 
 def _rope(hf: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:

@@ -4,6 +4,7 @@ The host holds one stacked parameter (import) or one file (export) beyond the
 parameters themselves, never the model.
 """
 
+import collections
 from collections.abc import Callable, Mapping
 import dataclasses
 import functools
@@ -14,6 +15,7 @@ import pathlib
 import re
 from typing import Any, NamedTuple
 
+from absl import logging
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -37,9 +39,11 @@ INDEX = 'model.safetensors.index.json'
 SINGLE = 'model.safetensors'
 _SHARDS = re.compile(r'model-\d+-of-(\d+)\.safetensors')  # of one checkpoint
 _VERL = {'fsdp': 'model_world_size_*_rank_*.pt', 'megatron': 'dist_ckpt'}
-_READ = ('F32', 'BF16', 'F16', 'F64')
+_HALF = 'BF16', 'F16'
+_READ = 'F32', *_HALF, 'F64'
 # All experts of a layer in one tensor [E, out, in], as transformers has them.
 _STACKED = re.compile(r'(.*\.mlp\.experts)\.(gate_up|down)_proj')
+_EACH = re.compile(r'(.*\.mlp\.experts)\.\d+\.(gate|up|down)_proj\.weight')
 _ROWS = 32  # of a file's tensor, transposed at once
 
 
@@ -277,6 +281,16 @@ def load(
   lookup.require(not differ, f'{path} holds another model: {"; ".join(differ)}')
   table, stored = tensor_table(cfg), _open_folder(path)
   _check_tensors(path, table, stored)
+  rounded = [
+    name
+    for name, tensor in table.items()
+    if tensor.path.endswith(families.EXACT) and stored[name].dtype in _HALF
+  ]
+  if rounded:
+    logging.warning(
+      f'{path}: {len(rounded)} tensors such as {rounded[0]!r} are stored as '
+      f'{stored[rounded[0]].dtype}; they are float32 here, with what that lost'
+    )
   flat = {}
   for name, (shape, axes) in decoder.param_table(cfg).items():
     host = np.empty(shape, families.dtype_of(name, np.dtype(dtype).name))
@@ -311,6 +325,7 @@ def save(
   dtype='float32',
   like: Mapping[str, Any] | None = None,
   files: Mapping[str, str] | None = None,
+  stacked: bool = False,
 ):
   """Writes a checkpoint that transformers and vLLM load.
 
@@ -325,6 +340,7 @@ def save(
       `families.dtype_of` are float32.
     like: a config.json (`read_json`) whose other fields are kept.
     files: name -> text of further files, in place of the tokenizer's.
+    stacked: all experts of a layer in one tensor, as transformers 5 holds them.
 
   Raises:
     FileExistsError: `path` exists.
@@ -346,7 +362,36 @@ def save(
     for name, text in (files or {}).items():
       (folder / name).write_text(text, encoding='utf-8')
 
-  write_folder(path, config, table, read, dtype, write, max_shard_bytes)
+  written = table, read
+  if stacked:
+    written = _of_all_experts(*written)
+  write_folder(path, config, *written, dtype, write, max_shard_bytes)
+
+
+def _of_all_experts(table: dict[str, hf_tensors.Tensor], read):
+  """`table` and `read` of `write_folder`, with the experts of a layer in one
+  tensor: what `_of_each_expert` takes apart."""
+  out, parts = {}, collections.defaultdict[str, dict](dict)
+  for name, tensor in table.items():
+    if found := _EACH.fullmatch(name):
+      kind = 'down' if found[2] == 'down' else 'gate_up'
+      own = parts[f'{found[1]}.{kind}_proj']
+      own.setdefault(found[2], []).append(name)
+    else:
+      out[name] = tensor
+  for name, kinds in parts.items():
+    first, *others = next(iter(kinds.values()))
+    rows, columns = table[first].shape
+    shape = 1 + len(others), len(kinds) * rows, columns
+    out[name] = dataclasses.replace(table[first], name=name, shape=shape)
+
+  def read_all(name: str) -> np.ndarray:
+    if name not in parts:
+      return read(name)
+    each = [np.stack([*map(read, names)]) for names in parts[name].values()]
+    return np.concatenate(each, 1)
+
+  return out, read_all
 
 
 def write_folder(

@@ -10,10 +10,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from searchrl_jax import schema
 from searchrl_jax.devices import sharding
 from searchrl_jax.lookup import ConfigError
-from searchrl_jax.models import attention, decoder, experts, flops, grouped
+from searchrl_jax.models import (
+  attention,
+  decoder,
+  experts,
+  flops,
+  grouped,
+  parameters,
+)
 from searchrl_jax.models.experts import Sizes
+from tests.golden import models
 from tests.learn import test_update as common
 
 pytestmark = pytest.mark.slow
@@ -275,6 +284,11 @@ def test_a_mesh_that_does_not_divide_the_experts_is_refused():
   with pytest.raises(ConfigError, match='tensor=8: .* the 4 experts'):
     loss(p, CFG, jnp.zeros((1, 4), jnp.int32), mesh)
   experts.require_divisible(None, 8, 1)
+  config = schema.base()
+  config.model.arch.update(models.CONFIGS['qwen3.moe'])  # 8 experts
+  config.mesh.fsdp, config.mesh.tensor = 8, 2
+  with pytest.raises(ConfigError, match='fsdp=8, tensor=2: .* the 8 experts'):
+    parameters.model_config(config, 48)
 
 
 def test_flops_are_those_of_the_experts_that_a_token_has():

@@ -136,8 +136,16 @@ def test_all_experts_of_a_layer_in_one_tensor(tmp_path, dtype):
     other[f'{own}.gate_up_proj'] = np.concatenate([each('gate'), each('up')], 1)
     other[f'{own}.down_proj'] = each('down')
   models.write(tmp_path, name, tensors=other)
-  _, params = pretrained.load(tmp_path, dtype=dtype)
+  cfg, params = pretrained.load(tmp_path, dtype=dtype)
   assert_equal(params, stacked(tensors, name))
+  pretrained.save(
+    tmp_path / 'out', cfg, params, None, 40_000, dtype, stacked=True
+  )
+  index = json.loads((tmp_path / 'out' / pretrained.INDEX).read_text())
+  assert index['weight_map'].keys() == other.keys()
+  for file in {*index['weight_map'].values()}:
+    for key, x in safetensors.numpy.load_file(tmp_path / 'out' / file).items():
+      assert np.array_equal(x, other[key])
   again = 'model.layers.2.mlp.experts.7.down_proj.weight'
   models.write(tmp_path, name, tensors=other | {again: tensors[again]})
   with pytest.raises(ValueError, match='experts.*twice'):
@@ -220,6 +228,22 @@ def test_decays_of_delta_nets_stay_float32(tmp_path):
     exact = name in ('delta_a_log', 'delta_norm')
     want = params['layers'][name]
     assert_equal({'x': x}, {'x': want if exact else want.astype(jnp.bfloat16)})
+
+
+@pytest.mark.parametrize('dtype', [np.float16, ml_dtypes.bfloat16])
+def test_decays_of_delta_nets_in_another_dtype_are_told(
+  tmp_path, dtype, caplog
+):
+  """Some checkpoints have them in bfloat16."""
+  own = models.weights('qwen3.5')
+  pretrained.load(models.write(tmp_path, 'qwen3.5', tensors=own))
+  assert not caplog.records
+  half = {k: v.astype(dtype) for k, v in own.items()}
+  models.write(tmp_path, 'qwen3.5', tensors=half)
+  _, params = pretrained.load(tmp_path)
+  assert '8 tensors such as' in caplog.text and 'A_log' in caplog.text
+  back = {k: v.astype(np.float32) for k, v in half.items()}
+  assert_equal(params, stacked(back, 'qwen3.5'))
 
 
 def test_flags_and_tokenizer_files(tmp_path):

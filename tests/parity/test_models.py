@@ -51,18 +51,19 @@ def test_golden_values_are_current(tmp_path, name):
 
 
 @pytest.mark.parametrize(
-  'name, dtype',
+  'name, dtype, stacked',
   [
-    *((name, 'float32') for name in models.CONFIGS),
-    ('llama3.1', 'bfloat16'),
-    ('qwen2.5', 'bfloat16'),
-    ('qwen3', 'bfloat16'),
-    ('gemma3', 'bfloat16'),
-    ('qwen3.5', 'bfloat16'),
-    ('qwen3.moe', 'bfloat16'),
+    *((name, 'float32', False) for name in models.CONFIGS),
+    ('llama3.1', 'bfloat16', False),
+    ('qwen2.5', 'bfloat16', False),
+    ('qwen3', 'bfloat16', False),
+    ('gemma3', 'bfloat16', False),
+    ('qwen3.5', 'bfloat16', False),
+    ('qwen3.moe', 'bfloat16', False),
+    ('qwen3.moe', 'float32', True),
   ],
 )
-def test_what_we_export_transformers_loads(tmp_path, name, dtype):
+def test_what_we_export_transformers_loads(tmp_path, name, dtype, stacked):
   source = models.write(tmp_path / 'source', name)
   cfg, params = pretrained.load(source)
   out = tmp_path / 'out'
@@ -73,6 +74,7 @@ def test_what_we_export_transformers_loads(tmp_path, name, dtype):
     max_shard_bytes=40_000,
     dtype=dtype,
     like=pretrained.read_json(source),
+    stacked=stacked,
   )
   assert (out / 'model.safetensors.index.json').exists()
   model, info = transformers.AutoModelForCausalLM.from_pretrained(

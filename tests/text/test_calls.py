@@ -38,12 +38,15 @@ FORMS = {
   'llama': 'llama_tools',
   'qwen_tokenizer': 'qwen_tools',
 }
+NO_THOUGHT = '\n</think>\n\n'  # ends what a prompt of qwen3_5_think begins
+PUBLISHED = [pytest.param(n, marks=pytest.mark.parity) for n in scripted.QWEN35]
 
 
 def made(name='hermes', functions=FUNCTIONS, **fields):
   usual = dict(max_turn_tokens=2000, max_observation_tokens=500)
   config = scripted.env_config(**usual | fields)
-  tok, template = scripted.chatting(name), prompts.load(FORMS[name])
+  template = prompts.load(FORMS.get(name, 'qwen_tools'))
+  tok = scripted.chatting(name)
   return envs.SearchEnv(tok, template, config, 'template', 3, functions)
 
 
@@ -91,7 +94,9 @@ def said(form, *texts):
   """Calls in a format: of several the first, where a turn has one."""
   if form == 'llama':
     return texts[0].replace('arguments', 'parameters')
-  return block(*map(xml, texts) if form == 'xml' else texts)
+  if form == 'xml' or form in scripted.QWEN35:
+    texts = map(xml, texts)
+  return NO_THOUGHT * (form == 'qwen3_5_think') + block(*texts)
 
 
 def appended(written, state):
@@ -340,14 +345,16 @@ ARGUMENTS = st.fixed_dictionaries({}, optional={
 })  # fmt: skip
 
 
+@pytest.mark.parametrize('form', ['xml', *PUBLISHED])
 @settings(max_examples=100, deadline=None)
 @given(st.lists(ARGUMENTS, min_size=1, max_size=3))
-def test_what_the_chat_template_writes_is_read_back(many):
-  tok, start = scripted.chatting('xml'), [{'role': 'user', 'content': 'x'}]
+def test_what_the_chat_template_writes_is_read_back(form, many):
+  tok, start = scripted.chatting(form), [{'role': 'user', 'content': 'x'}]
   made = [{'function': {'name': 'f', 'arguments': a}} for a in many]
   reply = {'role': 'assistant', 'content': '', 'tool_calls': made}
   text = tok.chat([*start, reply], [ANY], reply=False)
   text = text.removeprefix(tok.chat(start, [ANY])).removesuffix('<|im_end|>\n')
+  text = text.removeprefix(NO_THOUGHT)
   inside = text.removeprefix('<tool_call>').removesuffix('</tool_call>')
   read = [*map(of_xml, inside.split('</tool_call>\n<tool_call>'))]
   for call, arguments in zip(read, many, strict=True):
@@ -532,7 +539,7 @@ def test_what_is_appended_is_the_difference_of_two_renders(form, ends, text):
   assert shown(tok, ids) == whole
 
 
-@pytest.mark.parametrize('form', ['qwen_tokenizer', 'xml'])
+@pytest.mark.parametrize('form', ['qwen_tokenizer', 'xml', *PUBLISHED])
 def test_structured_calls_of_a_template_are_the_policys_text(form):
   env, tok = made(form), scripted.chatting(form)
   two = [SEARCH, written('calculator', expression='1 + 1')]
@@ -695,7 +702,7 @@ def test_a_failed_tool_fails_the_trajectory():
 FRAMES = ('<tool_response>', '</tool_response>')
 
 
-@pytest.mark.parametrize('form', ['hermes', 'xml', 'llama'])
+@pytest.mark.parametrize('form', ['hermes', 'xml', 'llama', *PUBLISHED])
 @settings(max_examples=40, deadline=None)
 @given(
   st.lists(
