@@ -241,10 +241,11 @@ def prune(
     like=_renumbered(pretrained.read_json(folder), place),
     files=files,
   )
-  more = after / max(int(counts.sum()), 1) - 1
+  before = max(int(counts.sum()), 1)
   return (
-    f'{out}: {len(ids):,} of {cfg.vocab_size:,} entries; the texts have '
-    f'{after:,} tokens, {more:.1%} more than before'
+    f'{out}: {len(ids):,} of {cfg.vocab_size:,} entries, which '
+    f'{counts[ids].sum() / before:.2%} of the tokens of the texts had; they '
+    f'have {after:,} now, {after / before - 1:.1%} more'
   )
 
 

@@ -167,6 +167,19 @@ def test_a_small_version_writes_and_scores_the_same(model, tmp_path):
     assert own.decode(own.encode(text)) == text
 
 
+def test_the_share_of_tokens_that_are_kept_is_told(
+  model, tmp_path, monkeypatch
+):
+  monkeypatch.setattr(prune, 'MULTIPLE', 1)  # none is kept to fill a multiple
+  texts, less = tmp_path / 'texts.txt', tmp_path / 'less'
+  texts.write_text(scripted.TEXTS[0])
+  said = prune.prune(str(model), str(less), [str(texts)], [], 99)
+  ids = json.loads((less / prune.KEPT).read_text())['ids']
+  had = tokenizer.load(model).encode(scripted.TEXTS[0])
+  assert f'which {np.isin(had, ids).mean():.2%} of the tokens' in said
+  assert not np.isin(had, ids).all()
+
+
 def test_texts_of_a_json_file_are_its_strings(tmp_path):
   path = tmp_path / 'template.json'
   path.write_text(json.dumps({'a': ['b\n\n', 1], 'c': {'d': '"'}}))

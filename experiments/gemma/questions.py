@@ -88,7 +88,7 @@ def load(
     kept = [q for q, t in zip(kept, tune) if t == (part == 'tune')]
   place = str(pathlib.Path(folder) / corpus)
   named = [p for q in kept for p in q.supporting]
-  if short or (found and named):
+  if short or named:
     every = texts(place)
     if not any(p in every for p in named):
       raise DataError(

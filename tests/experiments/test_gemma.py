@@ -99,12 +99,12 @@ def test_some_questions_do_not_find_their_passage(folder):
   assert short - found == {'q1', 'q2'} and found < short
 
 
-@pytest.mark.parametrize('way', ['short', 'found'])
-def test_a_corpus_of_other_questions_is_refused(folder, way):
+@pytest.mark.parametrize('ways', [{}, {'short': True}, {'found': True}])
+def test_a_corpus_of_other_questions_is_refused(folder, ways):
   with gzip.open(folder / 'corpus.jsonl.gz', 'wt') as file:
     file.write(json.dumps({'id': 'x', 'contents': '"A"\nb'}) + '\n')
   with pytest.raises(DataError, match='corpus.jsonl.gz .*passages'):
-    load(folder, **{way: True})
+    load(folder, **ways)
 
 
 def traces(folder, **fields):
