@@ -45,8 +45,12 @@ def params():
 
 @pytest.fixture(scope='module')
 def trajectories():
+  return played('bfloat16')
+
+
+def played(dtype):
   """Of three prompts, four each, with an observation after the first turn."""
-  how = dict(dtype='bfloat16', record_routes=True, slots=8)
+  how = dict(dtype=dtype, record_routes=True, slots=8)
   engine = common.make_engine(cfg=CFG, params=params(), **how)
 
   async def play(question: int, sample: int) -> Trajectory:
@@ -99,6 +103,12 @@ def test_log_probs_are_those_of_the_engine(trajectories, tree):
   assert np.abs(replayed).max() < 0.1 < np.abs(others).max()
   assert 0.1 < metrics['routes_differ'] < 0.4 and metrics['routes_unknown'] == 0
   assert alone['routes_unknown'] == 1 and alone['routes_differ'] == 0
+
+
+def test_in_float32_log_probs_are_as_near_as_those_of_dense_models():
+  """The tolerance is that of tests/loop/test_mismatch.py."""
+  replayed, _ = scored(played('float32'))
+  assert np.abs(replayed).max() <= 1e-5
 
 
 def test_what_was_sampled_otherwise_is_not_replayed(trajectories):

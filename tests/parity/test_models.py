@@ -1,5 +1,7 @@
 """The decoder against transformers, live: make test-parity."""
 
+import copy
+import dataclasses
 import json
 
 import numpy as np
@@ -147,6 +149,15 @@ def compare(folder, config, kind, seed, rng, T, off=lambda name: 1e-4):
   want = want.detach().numpy()
   got = np.asarray(golden.forward(params, cfg, ids))
   assert np.abs(got - want).max() <= 2e-5 * np.abs(want).max()
+  # In bfloat16 about as far from float32 as transformers is. Routes of experts
+  # in a near tie differ, and then all that follows.
+  half = dataclasses.replace(cfg, dtype='bfloat16')
+  _, rounded = pretrained.load(folder, dtype='bfloat16', cfg=half)
+  ours = golden.forward(rounded, half, ids)
+  with torch.no_grad():
+    theirs = copy.deepcopy(model).bfloat16()(torch.tensor(ids)).logits.float()
+  far = [np.median(np.abs(np.asarray(x) - want)) for x in (ours, theirs)]
+  assert far[0] <= (2 if cfg.moe else 1.1) * far[1]
 
   def weighed(p):
     return (golden.forward(p, cfg, ids) * weights).sum()
@@ -179,7 +190,7 @@ def as_stored(name, x):
   }
 
 
-@pytest.mark.parametrize('seed', range(6))
+@pytest.mark.parametrize('seed', range(4))
 def test_qwen35_of_random_sizes(tmp_path, seed):
   """Logits and the gradient of every tensor, over chunk borders."""
   rng = np.random.default_rng(seed)
@@ -208,7 +219,27 @@ def test_qwen35_of_random_sizes(tmp_path, seed):
   compare(tmp_path, config, kind, seed, rng, pick(5, 64, 100, 150), few)
 
 
-@pytest.mark.parametrize('seed', range(6))
+@pytest.mark.parametrize('seed', range(3))
+def test_gemma_of_random_sizes(tmp_path, seed):
+  """Logits and the gradient of every tensor, with windows within the row."""
+  rng = np.random.default_rng(seed)
+  pick = lambda *values: int(rng.choice(values))
+  kv = pick(1, 2)
+  config = models.GEMMA3 | {
+    'num_hidden_layers': pick(3, 4, 5),
+    'sliding_window_pattern': pick(2, 3),
+    'sliding_window': pick(4, 12, 32),
+    'num_key_value_heads': kv,
+    'num_attention_heads': kv * pick(1, 3),
+    'head_dim': pick(8, 12, 24),
+    'query_pre_attn_scalar': pick(8, 16),
+    'tie_word_embeddings': bool(pick(0, 1)),
+  }
+  kind = 'Gemma3TextConfig', 'Gemma3ForCausalLM'
+  compare(tmp_path, config, kind, seed, rng, pick(5, 33, 64))
+
+
+@pytest.mark.parametrize('seed', range(4))
 def test_experts_of_random_sizes(tmp_path, seed):
   """Logits and the gradient of every tensor, all experts of a layer at once."""
   rng = np.random.default_rng(seed)
