@@ -91,7 +91,7 @@ def export(
   cfg = parameters.model_config(config, tok.vocab_size, tok.needed)
   # Of a run that goes on, 'latest' may change meanwhile.
   step = checkpoint.of_run(config, workdir).resolve(which)
-  message = f'--stacked_experts: what is written of {workdir} has none'
+  message = f'--stacked_experts: {workdir} has none, or --adapter omits them'
   lookup.require(cfg.moe and not adapter or not stacked, message)
   mesh = build.any_mesh(config)
   params = parameters.restore(config, workdir, cfg, mesh, str(step))
@@ -235,6 +235,7 @@ if __name__ == '__main__':
   _STACKED = flags.DEFINE_bool(
     'stacked_experts',
     False,
-    'Write all experts of a layer as one tensor, as transformers 5 holds them.',
+    'Write all experts of a layer as one tensor, as transformers 5 holds them; '
+    'vLLM may not load these.',
   )
   command.run(main)

@@ -243,8 +243,8 @@ def prune(
   )
   before = max(int(counts.sum()), 1)
   return (
-    f'{out}: {len(ids):,} of {cfg.vocab_size:,} entries, which '
-    f'{counts[ids].sum() / before:.2%} of the tokens of the texts had; they '
+    f'{out}: {len(ids):,} of {cfg.vocab_size:,} entries, with '
+    f'{counts[ids].sum() / before:.2%} of the tokens of the texts; they '
     f'have {after:,} now, {after / before - 1:.1%} more'
   )
 

@@ -22,7 +22,7 @@ import tempfile  # noqa: E402
 # In the background of a shell a suite ignores SIGINT; what it starts must not.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Marks that a file names itself where it has them.
+# Suites whose tests are in files that contain `mark.NAME`.
 _SUITES = 'parity agents sidecar aot cluster runbook notebook'.split()
 # The temporary directory of the session and all its processes, which must be
 # empty at the end. pytest's own folders stay where they are.

@@ -198,6 +198,10 @@ def test_what_a_terminal_would_obey_is_not_printed():
 def test_export_loads_back(run, tmp_path):
   folder, _ = run
   export.export(str(folder), f'{tmp_path}/hf', 'latest', 'float32')
+  with pytest.raises(checks.ConfigError, match='stacked_experts: .* has none'):
+    export.export(
+      str(folder), f'{tmp_path}/x', 'latest', 'float32', stacked=True
+    )
   cfg, params = pretrained.load(f'{tmp_path}/hf')
   config = build.load_config(str(folder))
   mine = parameters.restore(config, str(folder), cfg, build.mesh(config))

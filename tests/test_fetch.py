@@ -176,7 +176,7 @@ def test_the_share_of_tokens_that_are_kept_is_told(
   said = prune.prune(str(model), str(less), [str(texts)], [], 99)
   ids = json.loads((less / prune.KEPT).read_text())['ids']
   had = tokenizer.load(model).encode(scripted.TEXTS[0])
-  assert f'which {np.isin(had, ids).mean():.2%} of the tokens' in said
+  assert f'with {np.isin(had, ids).mean():.2%} of the tokens' in said
   assert not np.isin(had, ids).all()
 
 

@@ -72,7 +72,8 @@ def load(
     short: only those whose shortest answer has at most WORDS words and occurs
       in the first EARLY words of a supporting passage.
     found: the same of the passage that is found first for the question.
-    corpus: the passages, for `short` and `found`.
+    corpus: the passages, for `short` and `found`; where it is there, it must
+      have some that support the questions.
     n, seed: draws n of them; 0 = all.
     rest: those that the draw leaves, in place of those that it takes.
 
@@ -86,9 +87,10 @@ def load(
   if part:
     tune = [zlib.crc32(q.id.encode()) % TUNE == 0 for q in kept]
     kept = [q for q, t in zip(kept, tune) if t == (part == 'tune')]
-  place = str(pathlib.Path(folder) / corpus)
+  file = pathlib.Path(folder) / corpus
+  place = str(file)
   named = [p for q in kept for p in q.supporting]
-  if short or named:
+  if short or (named and (found or file.exists())):
     every = texts(place)
     if not any(p in every for p in named):
       raise DataError(

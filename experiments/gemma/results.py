@@ -5,8 +5,8 @@ results.json
   warm   name -> seed -> {seconds, commit}
   arms   [{arm, seed, set, evaluation, n, em, em_interval, f1, f1_interval,
          searches, found, em_found, [pass@8], steps, seconds, commit,
-         vocabulary}]; steps and seconds of RL, 0 where what is supervised
-         is all (its seconds are in `warm`); set
+         vocabulary}]; steps and seconds of RL, 0 without it (`warm` has
+         those of supervised training); set
          'dev_short': the questions of 'dev' with a short answer that stands
          early in their passage. Of arms with several seeds, only seed 0 has
          evaluations but 'after' and 'sampled'

@@ -42,7 +42,7 @@ def load(
     path, folder, corpus: see `questions.load`.
   """
   given = {}
-  for q in questions.load(path, folder, part='train'):
+  for q in questions.load(path, folder, part='train', corpus=corpus):
     if answer := short(q):
       others = [a for a in q.answers if a != answer]
       asked = Question(f'answer-{q.id}', answer, (answer, *others), 'answer')

@@ -333,7 +333,7 @@ def _types(every: int, n_layers: int, other: str) -> list[str]:
 
 
 def _layer_types(hf: Mapping[str, Any]) -> list[str]:
-  """[]: the field is absent, or null."""
+  """[]: the field is absent, null or empty."""
   types = hf.get('layer_types')
   good = types is None or isinstance(types, list | tuple)
   _require(good, f'layer_types={types!r}', 'a JSON list')
@@ -495,7 +495,7 @@ def _refuse_sliding_window(hf: Mapping[str, Any], name: str, n_layers: int):
   if types:
     _check_types(types, n_layers * [_FULL], wanted)
   else:
-    _require(not (window and on), f'sliding_window={window}', wanted)
+    _require(not (window and on), f'sliding_window={window}', 'no window')
 
 
 def _rope(hf: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:

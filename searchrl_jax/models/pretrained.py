@@ -289,7 +289,7 @@ def load(
   if rounded:
     logging.warning(
       f'{path}: {len(rounded)} tensors such as {rounded[0]!r} are stored as '
-      f'{stored[rounded[0]].dtype}; they are float32 here, with what that lost'
+      f'{stored[rounded[0]].dtype}, though they are computed with as float32'
     )
   flat = {}
   for name, (shape, axes) in decoder.param_table(cfg).items():
@@ -341,6 +341,7 @@ def save(
     like: a config.json (`read_json`) whose other fields are kept.
     files: name -> text of further files, in place of the tokenizer's.
     stacked: all experts of a layer in one tensor, as transformers 5 holds them.
+      vLLM may not load these.
 
   Raises:
     FileExistsError: `path` exists.

@@ -107,8 +107,8 @@ def test_log_probs_are_those_of_the_engine(trajectories, tree):
 
 def test_in_float32_log_probs_are_as_near_as_those_of_dense_models():
   """The tolerance is that of tests/loop/test_mismatch.py."""
-  replayed, _ = scored(played('float32'))
-  assert np.abs(replayed).max() <= 1e-5
+  replayed, metrics = scored(played('float32'))
+  assert np.abs(replayed).max() <= 1e-5 and metrics['routes_unknown'] == 0
 
 
 def test_what_was_sampled_otherwise_is_not_replayed(trajectories):

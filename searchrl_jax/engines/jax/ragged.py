@@ -32,8 +32,8 @@ def fits(cfg: DecoderConfig, mesh=None) -> bool:
   """Whether caches of this model on this mesh are those of the kernel.
 
   It takes bfloat16, and of a device one kv head whose dim is a multiple of 128,
-  or several of 128 that fill tiles of memory. It was compiled for v5e, v5p and
-  v6e.
+  or several of 128 that fill tiles of memory. It compiles for v5e and v5p (and
+  for v6e, where no test says so).
   """
   if sharding.platform() != 'tpu' or jnp.dtype(cfg.dtype) != jnp.bfloat16:
     return False
