@@ -114,6 +114,9 @@ def play(c: ConfigDict) -> None:
   # A question's share of solvers is the mean of their rewards.
   c.reward = ConfigDict(dict(em=dict(fn='answer.em', weight=1.0)))
   c.selfplay = ssp.selfplay()
+  # One proposal in five stands, since a verifier of this size reads one passage
+  # in three right, so that the solver has some six questions.
+  c.rollout.questions = 32
   c.selfplay.update(
     ssp.RULES,
     template=TEMPLATE,
@@ -122,6 +125,7 @@ def play(c: ConfigDict) -> None:
     min_searches=1,
     reward='intermediate_difficulty',
     invalid='drop',
+    train_invalid=False,
   )
   c.selfplay.algorithm.update(c.algorithm.to_dict())
   c.selfplay.algorithm.advantage_kw = {}
