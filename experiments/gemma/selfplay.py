@@ -114,8 +114,8 @@ def play(c: ConfigDict) -> None:
   # A question's share of solvers is the mean of their rewards.
   c.reward = ConfigDict(dict(em=dict(fn='answer.em', weight=1.0)))
   c.selfplay = ssp.selfplay()
-  # One proposal in five stands, since a verifier of this size reads one passage
-  # in three right, so that the solver has some six questions.
+  # One proposal in four stands, since a verifier of this size reads one passage
+  # in three right, so that the solver has some eight questions.
   c.rollout.questions = 32
   c.selfplay.update(
     ssp.RULES,
