@@ -6,9 +6,11 @@ The weights are those of tests/golden/models.py, so that only logits and ids
 are committed. `tests/parity` compares the same live.
 """
 
+import contextlib
 import json
 import pathlib
 import tempfile
+from unittest import mock
 
 import numpy as np
 import torch
@@ -32,8 +34,26 @@ def reference(folder, dtype=torch.float32):
 
 
 def exact(folder) -> torch.nn.Module:
-  """In float64: float32 kernels of two CPUs differ by 2e-5 in these logits."""
-  return reference(folder, torch.float64)
+  """In float64: float32 kernels of two CPUs differ by 2e-5 in these logits.
+
+  What transformers computes in float32 whatever the dtype is (norms, delta
+  nets) is in float64 too.
+  """
+  model = reference(folder, torch.float64)
+  forward = model.forward
+
+  def without_float32(*args, **kwargs):
+    with contextlib.ExitStack() as stack:
+      for owner, name, other in (
+        (torch, 'float32', torch.float64),
+        (torch, 'float', torch.float64),
+        (torch.Tensor, 'float', torch.Tensor.double),
+      ):
+        stack.enter_context(mock.patch.object(owner, name, other))
+      return forward(*args, **kwargs)
+
+  model.forward = without_float32
+  return model
 
 
 @torch.no_grad()

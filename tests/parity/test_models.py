@@ -49,9 +49,7 @@ def test_golden_values_are_current(tmp_path, name):
   model = make_models.exact(models.write(tmp_path, name))
   rows = models.inputs(name)
   want = np.split(golden.golden()[name], [len(rows[0])])
-  # Delta nets of transformers compute in float32 whatever the model's dtype is.
-  limit = golden.tolerance(name) if name.startswith('qwen3.5') else 1e-5
-  assert worst(make_models.unpadded(model, rows), want) <= limit
+  assert worst(make_models.unpadded(model, rows), want) <= 1e-5
 
 
 @pytest.mark.parametrize(
