@@ -107,7 +107,7 @@ class Worker:
       _check_width(module)
     self._searchrl_published = None
     if changed is not None and before.version == base:
-      _change(model, weights, changed)
+      _change(model, changed)
       self._searchrl_published = weights
       return
     try:
@@ -420,22 +420,21 @@ def _plain(model, weights: Published) -> bool:
   return ties and not any(map(_packed, model.modules()))
 
 
-def _change(model, weights: Published, changed: Mapping[str, np.ndarray]):
-  """Takes elements of the checkpoint over into a model that is `_plain`.
+def _change(model, changed: Mapping[str, delta.Changed]) -> None:
+  """Takes over what changed of a checkpoint into a model that is `_plain`.
 
-  changed: Hugging Face name -> their positions, ascending.
+  changed: by Hugging Face name.
   """
   import torch
 
-  for name, at in changed.items():
-    module, kind, n = _find(name)
-    module = model.get_submodule(module)
+  for name, (at, bits) in changed.items():
+    path, kind, n = _find(name)
+    module = model.get_submodule(path)
     held = getattr(module, kind).detach().view(torch.int16)
     rows, *_ = _local(module, n)
-    bits = weights.read(name).reshape(-1).view(np.int16)[at]
-    at = torch.from_numpy(at).to(held.device)
-    at += (rows.start or 0) * held[0].numel()
-    held.view(-1)[at] = torch.from_numpy(bits).to(held.device)
+    part = held.view(-1)[(rows.start or 0) * held[0].numel() :]
+    new = torch.from_numpy(bits.view(np.int16)).to(held.device)
+    part[torch.from_numpy(at).to(held.device)] = new
 
 
 def _torch_tensors(weights: Published, tied: bool):

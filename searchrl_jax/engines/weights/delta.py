@@ -39,6 +39,7 @@ SUFFIX = '.delta'
 _META = 'meta.json'
 _BLOCK = 1 << 20  # elements compared at once: the result stays in the cache
 _MOST = 255  # that a byte can skip, and more follow
+Changed = tuple[np.ndarray, np.ndarray]  # int64 positions, uint16 bits there
 
 
 def encode(old: np.ndarray, new: np.ndarray) -> bytes:
@@ -70,19 +71,20 @@ def positions(unpacked: bytes) -> np.ndarray:
   return np.cumsum(skips, dtype=np.int64)[skips != _MOST] + np.arange(len(low))
 
 
-def apply(unpacked: bytes, bits: np.ndarray) -> np.ndarray:
+def apply(unpacked: bytes, bits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
   """Changes the bits of a tensor, uint16 [n], by a piece, in place.
 
   Returns:
-    Its `positions`.
+    Its `positions`, and the bits there now.
 
   Raises:
     ValueError, IndexError: it is of another tensor; the bits may have changed.
   """
   at, (_, low, high) = positions(unpacked), _split(unpacked)
   step = low | high.astype(np.uint16) << 8
-  bits[at] += (step >> 1) ^ -(step & 1)
-  return at
+  new = bits[at] + ((step >> 1) ^ -(step & 1))
+  bits[at] = new
+  return at, new
 
 
 def _split(unpacked: bytes) -> list[np.ndarray]:
@@ -113,18 +115,18 @@ def write(
 
 def bring(
   copy: pathlib.Path, folder: pathlib.Path, locate: bool = False
-) -> tuple[Published, int, dict[str, np.ndarray] | None]:
+) -> tuple[Published, int, dict[str, Changed] | None]:
   """Brings a publication to the version of a difference, in place.
 
   While it changes, and after an error in between, it is no publication; a
   difference that is damaged leaves it as it is. Several processes may call it:
   the first applies the difference.
 
-  locate: the `positions` are wanted.
+  locate: what changed is wanted.
 
   Returns:
-    The publication, the version before, and the positions of each tensor that
-    changed, or None.
+    The publication, the version before, and what changed of each tensor that
+    did, or None.
 
   Raises:
     PublishedError: it holds another version than the base, or is gone; the
@@ -149,20 +151,20 @@ def bring(
         broken = f'the piece of tensor {name} is missing or damaged ({e!r})'
         raise PublishedError(f'{what}: {broken}; {fix}') from e
 
-    def change(name: str, unpacked: bytes) -> np.ndarray | None:
-      bits = held.read(name, 'r+').view(np.uint16)
-      at = apply(unpacked, bits.reshape(-1))
-      return at if locate else None
+    def change(name: str, unpacked: bytes) -> Changed | None:
+      bits = held.read(name, 'c' if done else 'r+').view(np.uint16).reshape(-1)
+      if done:
+        at = positions(unpacked)
+        return at, bits[at]
+      found = apply(unpacked, bits)
+      return found if locate else None
 
     names = about['names']
     extras = {'version': version, 'checksums': about['checksums']}
     with futures.ThreadPoolExecutor() as pool:
       pieces = [*pool.map(unpack, names)]  # before anything changes
-      if done:
-        found = [*pool.map(positions, pieces)]
-      else:
-        with _rewritten(copy, **extras):
-          found = [*pool.map(change, names, pieces)]
+      with contextlib.nullcontext() if done else _rewritten(copy, **extras):
+        found = [*pool.map(change, names, pieces)]
   changed = dict(zip(names, found)) if locate else None
   return dataclasses.replace(held, **extras), base, changed
 
