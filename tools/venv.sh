@@ -48,10 +48,10 @@ END
   # The best match over all indexes, as pip does it; an index that only mirrors
   # a few packages must not hide the others. Bytecode as pip makes it: where
   # Python may not write any, each process would take 3 s more to start.
+  export UV_COMPILE_BYTECODE="${UV_COMPILE_BYTECODE:-true}"
   # shellcheck disable=SC2086
-  if "$venv/bin/python" -m uv pip install --quiet --compile-bytecode \
-      --python "$venv/bin/python" --index-strategy unsafe-best-match \
-      $flags "$@" -r "$requirements"; then
+  if "$venv/bin/python" -m uv pip install --quiet --python "$venv/bin/python" \
+      --index-strategy unsafe-best-match $flags "$@" -r "$requirements"; then
     exit 0
   fi
   [ $# -eq 0 ] || exit 1

@@ -169,15 +169,19 @@ def play(cfg, mesh=None):
   return np.concatenate(largest), cache
 
 
+@functools.cache
+def wanted(cfg):
+  """By the programs of a CPU, whose caches are two."""
+  with sharding.compiling_for('cpu'):
+    return play(cfg)
+
+
 @pytest.mark.parametrize('kv_heads, window', [(2, 0), (1, 70)])
 def test_programs_write_and_read_the_one_cache(tpu, kv_heads, window):
-  """As those of a CPU, whose caches are two."""
   how = dict(window=window, global_every=2) if window else {}
   cfg = dataclasses.replace(TINY, n_kv_heads=kv_heads, **how)
-  found, got = play(cfg)
-  with sharding.compiling_for('cpu'):
-    wanted, want = play(cfg)
-  np.testing.assert_allclose(found, wanted, atol=0.05)
+  (found, got), (logps, want) = play(cfg), wanted(cfg)
+  np.testing.assert_allclose(found, logps, atol=0.05)
   for (one,), (k, v) in zip(got, want):
     both = ragged.pairs(k.transpose(0, 3, 1, 2), v.swapaxes(1, 2))
     one, both = (np.asarray(x, float) for x in (one, both))
@@ -187,9 +191,9 @@ def test_programs_write_and_read_the_one_cache(tpu, kv_heads, window):
   piece = device.read_piece(cfg, got, slots, np.int32(256), 128, None)
   fresh = device.write_piece(cfg, fresh, piece, slots, np.int32(256), None)
   for (one,), (back,) in zip(got, fresh):
-    wanted = np.zeros(one.shape)
-    wanted[slots, 256:384] = np.asarray(one, float)[slots, 256:384]
-    np.testing.assert_array_equal(np.asarray(back, float), wanted)
+    piece = np.zeros(one.shape)
+    piece[slots, 256:384] = np.asarray(one, float)[slots, 256:384]
+    np.testing.assert_array_equal(np.asarray(back, float), piece)
 
 
 @pytest.mark.skipif(jax.device_count() < 8, reason='needs eight devices')
@@ -199,7 +203,7 @@ def test_devices_have_their_own_heads(tpu, data, tensor):
   are on all devices too."""
   mesh = sharding.make_mesh(data, 1, tensor)
   found, ((cache,), *_) = play(TINY, mesh)
-  np.testing.assert_allclose(found, play(TINY)[0], atol=0.05)
+  np.testing.assert_allclose(found, wanted(TINY)[0], atol=0.05)
   slots, heads = (4 if n > 2 else 4 // n for n in (data, tensor))
   assert cache.sharding.shard_shape(cache.shape) == (slots, S, heads, 128)
 
@@ -225,7 +229,7 @@ def test_heads_that_it_takes_on_one_device_alone(tpu):
   cfg = dataclasses.replace(TINY, n_heads=24, n_kv_heads=24)
   mesh = sharding.make_mesh(1, 1, 4)
   assert ragged.fits(cfg) and not ragged.fits(cfg, mesh)
-  np.testing.assert_allclose(play(cfg, mesh)[0], play(cfg)[0], atol=0.05)
+  np.testing.assert_allclose(play(cfg, mesh)[0], wanted(cfg)[0], atol=0.05)
 
 
 def test_routes_lie_beside_the_one_cache(tpu):
