@@ -89,7 +89,7 @@ class ScriptedEnv:
     request = SearchRequest('q', 3, state.question, turn=state.turn)
     return state, Search((request,))
 
-  def trajectory(self, state: State, sample: int, seconds: float):
+  def trajectory(self, state: State, sample: int, seconds: float, meta=None):
     return Trajectory(
       state.question, (), (), 'answer', sample=sample, seconds=seconds
     )

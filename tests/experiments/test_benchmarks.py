@@ -1,5 +1,6 @@
 """What all benchmarks share: the harness, and when the load is read."""
 
+import asyncio
 import json
 import math
 import mmap
@@ -12,9 +13,10 @@ import types
 import pytest
 
 from experiments import common
-from experiments.benchmarks import harness, memory, models
+from experiments.benchmarks import harness, memory, models, multiturn
 from searchrl_jax.lookup import ConfigError
 from tests.conftest import ROOT
+from tests.fakes import FakeEngine
 
 pytestmark = pytest.mark.slow
 
@@ -131,6 +133,15 @@ def test_the_faster_of_one_and_two_threads_counts():
     'per_s': 9.0, 'torch_per_s': 2.0, 'torch_threads': 1, 'ratio': 4.5
   }  # fmt: skip
   assert harness.better(speed | {'vllm_1': 1.0}, 'vllm') == 'vllm_2'
+
+
+def test_trajectories_of_given_lengths_are_played(monkeypatch):
+  monkeypatch.setattr(multiturn.Ids, 'vocab_size', 256)
+  items, engine = multiturn.questions(5, 0), FakeEngine(lambda *said: 'said')
+  played = asyncio.run(multiturn.free(engine, items, seconds=0.0))
+  assert len(played.groups) == engine.opened == 5 and not engine.handles
+  searches = sum(len(q.meta['lengths']) - 1 for q in items)
+  assert engine.appended == searches * multiturn.OBSERVATION > 0
 
 
 def test_a_function_runs_apart():
