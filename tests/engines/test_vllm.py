@@ -658,6 +658,15 @@ def test_experts_that_a_cpu_packs_and_pads():
     plugin._check_width(experts(48, 64))
 
 
+def test_delta_nets_have_one_worker():
+  worker = plugin.Worker()
+  model = types.SimpleNamespace(get_mamba_state_shape_from_config=None)
+  worker.model_runner = types.SimpleNamespace(get_model=lambda: model)
+  worker.parallel_config = types.SimpleNamespace(world_size=2)
+  with pytest.raises(RuntimeError, match='has one worker: one GPU'):
+    worker.searchrl_load('never read')
+
+
 def test_routes_are_of_the_engine_in_process(tmp_path):
   c = config(url='http://127.0.0.1:80', record_routes=True)
   with pytest.raises(EngineError, match='record_routes=False'):

@@ -176,10 +176,10 @@ def test_a_call_goes_on_after_an_abort_on_the_new_weights(
 ):
   """The cut is at an arbitrary token: a server pauses with a delay.
 
-  Three times as many calls as it serves at once, so that some are being
-  written if that is seconds later. Where the cut falls decides the text; of
-  one in twenty texts, float32 misses a log-prob by more than 1e-4 at a scale
-  of 0.25, and by 2e-5 at most at this one.
+  As many callers as it serves at once call until it has the new weights, so
+  that some calls are being written whenever that is. Where the cut falls
+  decides the text; of one in twenty texts, float32 misses a log-prob by more
+  than 1e-4 at a scale of 0.25, and by 2e-5 at most at this one.
   """
   start, params = prompt(engine), [weights(3, 0.15), weights(4, 0.15)]
   load(engine, params[0], 3)
@@ -193,22 +193,26 @@ def test_a_call_goes_on_after_an_abort_on_the_new_weights(
       re.search(r'^vllm:generation_tokens_total\S* (\S+)$', text, re.M)[1]
     )
 
+  synced = asyncio.Event()
+
+  async def caller():
+    done = []
+    while not synced.is_set():
+      sampling = Sampling(max_tokens=450, temperature=0.0)
+      done.append(await once(engine, start.ids, sampling))
+    return done
+
   async def main():
     aborted = engine.stats()['aborted_requests']
     async with httpx.AsyncClient(trust_env=False) as client:
       before = await written(client)
-    calls = [
-      asyncio.create_task(
-        once(engine, start.ids, Sampling(max_tokens=450, temperature=0.0))
-      )
-      for _ in range(96)
-    ]
-    async with httpx.AsyncClient(trust_env=False) as client:
+      callers = [asyncio.create_task(caller()) for _ in range(32)]
       while await written(client) < before + 32:
         await asyncio.sleep(0.05)
     await engine.sync(WeightsUpdate(newer.path, 4))
     await engine.resume()
-    done = await asyncio.gather(*calls)
+    synced.set()
+    done = sum(await asyncio.gather(*callers), [])
     assert engine.stats()['aborted_requests'] >= aborted + 8
     return done
 
