@@ -135,7 +135,7 @@ def test_the_faster_of_one_and_two_threads_counts():
   assert harness.better(speed | {'vllm_1': 1.0}, 'vllm') == 'vllm_2'
 
 
-def test_trajectories_of_given_lengths_are_played(monkeypatch):
+def test_trajectories_with_searches_are_played(monkeypatch):
   monkeypatch.setattr(multiturn.Ids, 'vocab_size', 256)
   items, engine = multiturn.questions(5, 0), FakeEngine(lambda *said: 'said')
   played = asyncio.run(multiturn.free(engine, items, seconds=0.0))

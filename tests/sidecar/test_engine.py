@@ -195,8 +195,9 @@ def test_a_call_goes_on_after_an_abort_on_the_new_weights(
 
   synced = asyncio.Event()
 
-  async def caller():
+  async def caller(delay):
     done = []
+    await asyncio.sleep(delay)  # else all would end together
     while not synced.is_set():
       sampling = Sampling(max_tokens=450, temperature=0.0)
       done.append(await once(engine, start.ids, sampling))
@@ -206,7 +207,7 @@ def test_a_call_goes_on_after_an_abort_on_the_new_weights(
     aborted = engine.stats()['aborted_requests']
     async with httpx.AsyncClient(trust_env=False) as client:
       before = await written(client)
-      callers = [asyncio.create_task(caller()) for _ in range(32)]
+      callers = [asyncio.create_task(caller(i / 20)) for i in range(32)]
       while await written(client) < before + 32:
         await asyncio.sleep(0.05)
     await engine.sync(WeightsUpdate(newer.path, 4))

@@ -26,6 +26,7 @@ import functools
 import json
 import os
 import pathlib
+import threading
 from typing import Any
 
 import numpy as np
@@ -38,7 +39,10 @@ from searchrl_jax.engines.weights.published import Published, PublishedError
 SUFFIX = '.delta'
 _META = 'meta.json'
 _MOST = 255  # that a byte can skip, and more follow
-Changed = tuple[np.ndarray, np.ndarray]  # int64 positions, uint16 bits there
+Changed = tuple[
+  np.ndarray, np.ndarray
+]  # int64 positions, ascending, and uint16
+_MAKING = threading.Lock()  # of `_compiled`
 
 
 def encode(old: np.ndarray, new: np.ndarray) -> bytes:
@@ -46,6 +50,8 @@ def encode(old: np.ndarray, new: np.ndarray) -> bytes:
 
   old, new: the bits of its elements, uint16 [n].
   """
+  what = f'{len(old)} and {len(new)} elements are not of one tensor'
+  lookup.require(len(old) == len(new), what, ValueError)
   planes = np.empty((3, len(new)), np.uint8)  # of each, a part is used
   skipped, n = _loops()[0](old, new, *planes)
   if not n:
@@ -56,41 +62,42 @@ def encode(old: np.ndarray, new: np.ndarray) -> bytes:
   return pack.compress(b''.join([n.to_bytes(8, 'little'), *parts]))
 
 
-def unpack(piece: bytes) -> bytes:
-  """A piece, decompressed.
+def decode(piece: bytes) -> Changed:
+  """Where a piece changes a tensor, and what it adds to the bits there.
 
   Raises:
-    zstandard.ZstdError: it is damaged.
+    zstandard.ZstdError, MemoryError, IndexError: it is damaged.
   """
-  return zstandard.ZstdDecompressor().decompress(piece)
-
-
-def positions(unpacked: bytes) -> np.ndarray:
-  """Where a piece, decompressed, changes a tensor: int64, ascending."""
-  skips, low, _ = _split(unpacked)
-  at = np.empty(len(low), np.int64)
-  return at[: _loops()[1](skips, at)]
-
-
-def apply(unpacked: bytes, bits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-  """Changes the bits of a tensor, uint16 [n], by a piece, in place.
-
-  Returns:
-    Its `positions`, and the bits there now.
-
-  Raises:
-    ValueError, IndexError: it is of another tensor; the bits may have changed.
-  """
-  at, (_, low, high) = positions(unpacked), _split(unpacked)
+  raw = np.frombuffer(zstandard.ZstdDecompressor().decompress(piece), np.uint8)
+  n = int.from_bytes(raw[:8].tobytes(), 'little')
+  skips, low, high = np.split(raw[8:], [-2 * n, -n])
+  at = np.empty(n, np.int64)
+  at = at[: _loops()[1](skips, at)]
   step = low | high.astype(np.uint16) << 8
-  new = np.take(bits, at) + ((step >> 1) ^ -(step & 1))
+  return at, (step >> 1) ^ -(step & 1)
+
+
+def apply(bits: np.ndarray, at: np.ndarray, steps: np.ndarray) -> np.ndarray:
+  """Changes the bits of a tensor, uint16 [n], in place; returns those at `at`.
+
+  at, steps: of `decode`.
+
+  Raises:
+    IndexError, ValueError: they are of another tensor; nothing has changed.
+  """
+  new = np.take(bits, at) + steps
   bits[at] = new
-  return at, new
+  return new
+
+
+def _loops() -> tuple[Callable, Callable]:
+  with _MAKING:  # several threads would each compile their own
+    return _compiled()
 
 
 @functools.cache
-def _loops() -> tuple[Callable, Callable]:
-  """One pass over the bits, where NumPy takes twice as long for its several.
+def _compiled() -> tuple[Callable, Callable]:
+  """Single passes, where those of NumPy take twice as long.
 
   compare(old, new, skips, low, high) -> how many skips and changes it writes;
   locate(skips, at) -> how many positions it writes.
@@ -126,13 +133,6 @@ def _loops() -> tuple[Callable, Callable]:
   return compare, locate
 
 
-def _split(unpacked: bytes) -> list[np.ndarray]:
-  """What a piece says of positions, low bytes and high bytes: uint8."""
-  raw = np.frombuffer(unpacked, np.uint8)
-  n = int.from_bytes(raw[:8].tobytes(), 'little')
-  return np.split(raw[8:], [-2 * n, -n])
-
-
 def write(
   folder: pathlib.Path, pieces: Mapping[str, bytes], base: int, new: Published
 ) -> None:
@@ -164,8 +164,8 @@ def bring(
   locate: what changed is wanted.
 
   Returns:
-    The publication, the version before, and what changed of each tensor that
-    did, or None.
+    The publication, the version before, and of each tensor that changed the
+    positions and the bits that are there now, or None.
 
   Raises:
     PublishedError: it holds another version than the base, or is gone; the
@@ -183,25 +183,22 @@ def bring(
     message = f'{what}, and {copy} holds version {held.version}; {fix}'
     lookup.require(done or held.version == base, message, PublishedError)
 
-    def whole(name: str) -> bytes:
+    def read(name: str) -> Changed:
       try:
-        return unpack((folder / name).read_bytes())
-      except (OSError, zstandard.ZstdError) as e:
+        return decode((folder / name).read_bytes())
+      except (OSError, MemoryError, IndexError, zstandard.ZstdError) as e:
         broken = f'the piece of tensor {name} is missing or damaged ({e!r})'
         raise PublishedError(f'{what}: {broken}; {fix}') from e
 
-    def change(name: str, unpacked: bytes) -> Changed | None:
+    def change(name: str, piece: Changed) -> Changed:
       bits = held.read(name, 'c' if done else 'r+').view(np.uint16).reshape(-1)
-      if done:
-        at = positions(unpacked)
-        return at, bits[at]
-      found = apply(unpacked, bits)
-      return found if locate else None
+      at, steps = piece
+      return at, bits[at] if done else apply(bits, at, steps)
 
     names = about['names']
     extras = {'version': version, 'checksums': about['checksums']}
     with futures.ThreadPoolExecutor() as pool:
-      pieces = [*pool.map(whole, names)]  # before anything changes
+      pieces = [*pool.map(read, names)]  # before anything changes
       with contextlib.nullcontext() if done else _rewritten(copy, **extras):
         found = [*pool.map(change, names, pieces)]
   changed = dict(zip(names, found)) if locate else None

@@ -2,7 +2,7 @@
 
 `publication.Publisher` in the trainer writes the files. This module reads them
 on any host that sees the folder, for example inside a vLLM worker, which has
-numpy and tensorstore but neither JAX nor Orbax.
+NumPy, tensorstore and what `delta` needs, but neither JAX nor Orbax.
 """
 
 from collections.abc import Iterator, Mapping
