@@ -39,9 +39,7 @@ from searchrl_jax.engines.weights.published import Published, PublishedError
 SUFFIX = '.delta'
 _META = 'meta.json'
 _MOST = 255  # that a byte can skip, and more follow
-Changed = tuple[
-  np.ndarray, np.ndarray
-]  # int64 positions, ascending, and uint16
+Changed = tuple[np.ndarray, np.ndarray]  # positions, int64; bits, uint16
 _MAKING = threading.Lock()  # of `_compiled`
 
 
