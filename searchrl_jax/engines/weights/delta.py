@@ -17,18 +17,17 @@ so that high bytes are mostly 0. Zstandard compresses this as much as DEFLATE in
 an eighth of the time, and has a checksum of it. This module imports no JAX.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent import futures
 import contextlib
 import dataclasses
 import fcntl
-import functools
 import json
 import os
 import pathlib
-import threading
 from typing import Any
 
+import numba
 import numpy as np
 import zstandard
 
@@ -40,7 +39,6 @@ SUFFIX = '.delta'
 _META = 'meta.json'
 _MOST = 255  # that a byte can skip, and more follow
 Changed = tuple[np.ndarray, np.ndarray]  # positions, int64; bits, uint16
-_MAKING = threading.Lock()  # of `_compiled`
 
 
 def encode(old: np.ndarray, new: np.ndarray) -> bytes:
@@ -51,7 +49,7 @@ def encode(old: np.ndarray, new: np.ndarray) -> bytes:
   what = f'{len(old)} and {len(new)} elements are not of one tensor'
   lookup.require(len(old) == len(new), what, ValueError)
   planes = np.empty((3, len(new)), np.uint8)  # of each, a part is used
-  skipped, n = _loops()[0](old, new, *planes)
+  skipped, n = _compare(old, new, *planes)
   if not n:
     return b''
   used = zip(planes, (skipped, n, n))
@@ -70,7 +68,7 @@ def decode(piece: bytes) -> Changed:
   n = int.from_bytes(raw[:8].tobytes(), 'little')
   skips, low, high = np.split(raw[8:], [-2 * n, -n])
   at = np.empty(n, np.int64)
-  at = at[: _loops()[1](skips, at)]
+  at = at[: _locate(skips, at)]
   step = low | high.astype(np.uint16) << 8
   return at, (step >> 1) ^ -(step & 1)
 
@@ -88,47 +86,37 @@ def apply(bits: np.ndarray, at: np.ndarray, steps: np.ndarray) -> np.ndarray:
   return new
 
 
-def _loops() -> tuple[Callable, Callable]:
-  with _MAKING:  # several threads would each compile their own
-    return _compiled()
+# Single passes, where those of NumPy take twice as long.
 
 
-@functools.cache
-def _compiled() -> tuple[Callable, Callable]:
-  """Single passes, where those of NumPy take twice as long.
+@numba.njit(nogil=True)
+def _compare(old, new, skips, low, high):
+  """Writes how each element changed; returns how many skips and changes."""
+  skipped = n = first = 0
+  for i in range(len(new)):
+    if old[i] != new[i]:
+      skip, first = i - first, i + 1
+      while skip >= _MOST:
+        skips[skipped], skip = _MOST, skip - _MOST
+        skipped += 1
+      skips[skipped] = skip
+      step = numba.int16(numba.int32(new[i]) - numba.int32(old[i]))
+      step = (numba.int32(step) << 1) ^ (numba.int32(step) >> 15)
+      low[n], high[n] = step & 255, step >> 8
+      skipped, n = skipped + 1, n + 1
+  return skipped, n
 
-  compare(old, new, skips, low, high) -> how many skips and changes it writes;
-  locate(skips, at) -> how many positions it writes.
-  """
-  import numba
 
-  @numba.njit(nogil=True)
-  def compare(old, new, skips, low, high):
-    skipped = n = first = 0
-    for i in range(len(new)):
-      if old[i] != new[i]:
-        skip, first = i - first, i + 1
-        while skip >= _MOST:
-          skips[skipped], skip = _MOST, skip - _MOST
-          skipped += 1
-        skips[skipped] = skip
-        step = numba.int16(numba.int32(new[i]) - numba.int32(old[i]))
-        step = (numba.int32(step) << 1) ^ (numba.int32(step) >> 15)
-        low[n], high[n] = step & 255, step >> 8
-        skipped, n = skipped + 1, n + 1
-    return skipped, n
-
-  @numba.njit(nogil=True, boundscheck=True)
-  def locate(skips, at):
-    i = n = 0
-    for skip in skips:
-      i += skip
-      if skip != _MOST:
-        at[n] = i
-        i, n = i + 1, n + 1
-    return n
-
-  return compare, locate
+@numba.njit(nogil=True, boundscheck=True)
+def _locate(skips, at):
+  """Writes where the changes are; returns how many."""
+  i = n = 0
+  for skip in skips:
+    i += skip
+    if skip != _MOST:
+      at[n] = i
+      i, n = i + 1, n + 1
+  return n
 
 
 def write(
