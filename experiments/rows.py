@@ -5,12 +5,14 @@
     [--only=grpo,ppo] [--seeds=0] [--parallel=2]
 
 --row names a module with ROW, a `Row`: a sweep (searchrl_jax/sweep/core.py)
-with bars. Arms of one world share a retrieval server. The JSON has the results
-so far, of all arms:
+with bars. Arms of one world share a retrieval server. Runs that the JSON has
+already, from another machine or --workdir, are left out while their configs are
+the same, so that a table can be run in pieces: commit the JSON after each. It
+has the results so far, of all arms:
 
   environment, command
   warm   name -> seed -> {seconds, commit}
-  arms   name -> seeds: seed -> {seconds, commit, values, curve}
+  arms   name -> seeds: seed -> {seconds, commit, config, values, curve}
                  mean:  values -> {mean, low, high, n} over seeds
   bars   [{name, value, bar, holds}]; value is null if an arm is missing
   replication  {seeds, arms, bars} of seeds that the table does not list, if
@@ -24,12 +26,17 @@ of the JSON.
 
 from collections.abc import Mapping, Sequence
 import dataclasses
+import hashlib
+import json
 import pathlib
 
 from absl import flags
+from ml_collections import ConfigDict
 
+from configs import ssp
 from experiments import common, table
 from experiments.table import Bar
+from searchrl_jax import lookup, schema
 from searchrl_jax.run import command
 from searchrl_jax.store import records
 from searchrl_jax.sweep import core, figures
@@ -46,18 +53,74 @@ class Row(Sweep):
   bars: Sequence[Bar] = ()
 
 
+def digest(config: ConfigDict) -> str:
+  """What names a config.
+
+  Of the fields that differ from the schema's neutral values, so that a field
+  that the schema gains changes none. A neutral value that is changed goes
+  unseen: remove the runs that it concerns from the file.
+  """
+  base, now = records.plain(schema.base()), records.plain(config)
+  # Fields that self-play has gained, with its copy of config.algorithm: runs
+  # from before have none.
+  own, neutral = now.get('selfplay', {}), records.plain(ssp.selfplay())
+  for part, known, name in (
+    (own, neutral, 'hops'),
+    (own.get('algorithm', {}), neutral['algorithm'], 'foreign_objective'),
+  ):
+    if part.get(name) == known[name]:
+      del part[name]
+  changed = {k: new for k, (_, new) in lookup.differences(base, now).items()}
+  text = json.dumps(changed, sort_keys=True)
+  return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def digests(row: Sweep, stage: str) -> str:
+  """The `digest` of a run, and those of the warm starts that it needs."""
+  return ' '.join(
+    digest(one.config(core.parse(case)[0]))
+    for one, case in map(row.stage, core.before(row, stage))
+  )
+
+
+def earlier(row: Row, out: str) -> dict[str, dict[str, dict]]:
+  """arm -> case -> figures of the runs in a JSON that `write` has written.
+
+  Left out are those with other configs than now.
+  """
+  path = pathlib.Path(out)
+  known = json.loads(path.read_text()) if path.is_file() else {'arms': {}}
+  return {
+    arm.name: {
+      case: figures
+      for case, figures in known['arms'][arm.name]['seeds'].items()
+      if figures.get('config') == digests(row, f'arms/{arm.name}/{case}')
+    }
+    for arm in row.arms
+    if arm.name in known['arms']
+  }
+
+
 def write(
   row: Row,
   workdir: pathlib.Path,
   out: str,
   environment,
   by: str = 'experiments.rows',
+  known: Mapping[str, Mapping[str, dict]] = {},
 ) -> dict:
   """Returns the results; writes them to `out` ('' = not) with curves.png.
 
-  by: the module of the command.
+  by: the module of the command. known: those of `earlier`.
   """
-  arms = figures.collect(row, workdir)
+  found, arms = figures.collect(row, workdir), {}
+  for arm in row.arms:
+    name, own = arm.name, found.get(arm.name, {}).get('seeds', {})
+    for case, about in own.items():
+      about['config'] = digests(row, f'arms/{name}/{case}')
+    if own := {**known.get(name, {}), **own}:
+      seeds = {case: own[case] for case in sorted(own, key=core.parse)}
+      arms[name] = {'seeds': seeds, 'mean': figures.means(seeds)}
   record = {
     'environment': environment,
     'command': common.command(by),
@@ -87,19 +150,24 @@ def columns(row: Row, arms: Mapping[str, dict]) -> list[str]:
   ]
 
 
-def run(module: str, out: str, **by: str) -> None:
+def run(module: str, out: str, pieces: bool = True, **by: str) -> None:
   """Runs what the flags of `runner.define_flags` choose; prints the table.
 
-  The arguments are those of `write`, and the module of the table.
+  The arguments are those of `write`, and the module of the table. pieces:
+  whether what `out` has already is left out.
   """
   folder = pathlib.Path(flags.FLAGS.workdir)
   row, environment = core.load(module), common.environment()
-  planned = sweep.chosen(row, flags.FLAGS.only, flags.FLAGS.seeds)
-  results = lambda: write(row, folder, out, environment, **by)
+  known = earlier(row, out) if pieces else {}
+  kept = {f'arms/{arm}/{case}' for arm, own in known.items() for case in own}
+  chosen = sweep.chosen(row, flags.FLAGS.only, flags.FLAGS.seeds)
+  planned = core.needed(row, chosen, kept)
+  results = lambda: write(row, folder, out, environment, known=known, **by)
   figures.collect(row, folder)  # also checks the arms that are not chosen
   parallel = flags.FLAGS.parallel
   try:
-    sweep.run(module, row, planned, folder, parallel=parallel, after=results)
+    if planned:
+      sweep.run(module, row, planned, folder, parallel=parallel, after=results)
   finally:
     record = results()
     for found in (record, record.get('replication')):

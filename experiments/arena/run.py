@@ -21,17 +21,14 @@ another base these files lie in --workdir."""
 
 import csv
 import functools
-import hashlib
-import json
 import pathlib
 
 from absl import flags
 import pandas as pd
 
-from configs import ssp
-from experiments import common
+from experiments import common, rows
 from experiments.arena import plans, recipes, results, second
-from searchrl_jax import lookup, schema
+from searchrl_jax import lookup
 from searchrl_jax.run import command
 from searchrl_jax.store import records
 from searchrl_jax.sweep import core, figures, stages
@@ -128,26 +125,8 @@ def _done(found: core.Sweep, stage: str, folder: pathlib.Path) -> bool:
 
 
 def digest(found: core.Sweep, name: str, case: str) -> str:
-  """What names the config of an arm with a seed.
-
-  Of the fields that differ from the schema's neutral values, so that a field
-  that the schema gains changes none. A neutral value that is changed goes
-  unseen: remove the runs that it concerns from the file.
-  """
-  config = found.arm(name).config(int(case))
-  base, now = records.plain(schema.base()), records.plain(config)
-  # Fields that self-play has gained, with its copy of config.algorithm: runs
-  # from before have none.
-  own, neutral = now.get('selfplay', {}), records.plain(ssp.selfplay())
-  for part, known, name in (
-    (own, neutral, 'hops'),
-    (own.get('algorithm', {}), neutral['algorithm'], 'foreign_objective'),
-  ):
-    if part.get(name) == known[name]:
-      del part[name]
-  changed = {k: new for k, (_, new) in lookup.differences(base, now).items()}
-  text = json.dumps(changed, sort_keys=True)
-  return hashlib.sha256(text.encode()).hexdigest()[:16]
+  """What names the config of an arm with a seed (`rows.digest`)."""
+  return rows.digest(found.arm(name).config(int(case)))
 
 
 def _row(name: str) -> str:
@@ -168,10 +147,10 @@ def main():
   known = load_runs(out).get(phase, {})
   chosen = sweep.chosen(table, values.only, values.seeds)
   every = [stage for stage in chosen if stage.startswith('arms/')]
-  wanted = [stage for stage in every if not _kept(table, stage, known)]
+  kept = {stage for stage in every if _kept(table, stage, known)}
+  wanted = [stage for stage in every if stage not in kept]
   # Warm starts that no arm needs any more are left out with them.
-  needed = [one for stage in wanted for one in _before(table, stage)]
-  planned = [*dict.fromkeys(needed)]
+  planned = core.needed(table, chosen, kept)
   update = functools.partial(keep, table, {*wanted}, phase, folder, out)
   try:
     if planned:
@@ -202,12 +181,6 @@ def _kept(found: core.Sweep, stage: str, known: dict) -> bool:
   _, name, case = stage.split('/')
   run = known.get(_row(name), {}).get(case, {})
   return run.get('config') == digest(found, name, case)
-
-
-def _before(found: core.Sweep, stage: str) -> list[str]:
-  """The stages that a stage needs, in order, and itself."""
-  needed = [s for n in found.needs(stage).values() for s in _before(found, n)]
-  return [*needed, stage]
 
 
 if __name__ == '__main__':

@@ -14,7 +14,7 @@ stage, 'warm/NAME/CASE' and 'arms/NAME/CASE', with a folder of this name. CASE
 is 'SEED', or 'WORLD-SEED' in a sweep with worlds.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 import dataclasses
 import functools
 import importlib
@@ -164,22 +164,31 @@ def plan(
     ConfigError: there are none.
   """
   out: list[str] = []
-
-  def add(stage):
-    for needed in sweep.needs(stage).values():
-      add(needed)
-    out.append(stage)
-
   chosen = {arm.name: sweep.seeds(arm, seeds) for arm in arms}
   for seed in sorted({s for own in chosen.values() for s in own}):
     for world in sweep.worlds or ('',):
       for name, own in chosen.items():
         if seed in own:
-          add(f'arms/{name}/{f"{world}-{seed}" if sweep.worlds else seed}')
+          case = f'{world}-{seed}' if sweep.worlds else seed
+          out += before(sweep, f'arms/{name}/{case}')
   lookup.require(
     out, f'--seeds={[*seeds]}: other arms list them, and no chosen one'
   )
   return list(dict.fromkeys(out))
+
+
+def before(sweep: Sweep, stage: str) -> list[str]:
+  """The stages that a stage needs, in order, and itself."""
+  needed = [s for n in sweep.needs(stage).values() for s in before(sweep, n)]
+  return [*needed, stage]
+
+
+def needed(
+  sweep: Sweep, stages: Sequence[str], kept: Collection[str]
+) -> list[str]:
+  """The runs of `stages` that are not kept elsewhere, and what these need."""
+  left = [s for s in stages if s.startswith('arms/') and s not in kept]
+  return [*dict.fromkeys(one for stage in left for one in before(sweep, stage))]
 
 
 # ---- Changes of a config.

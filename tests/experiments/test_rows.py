@@ -268,6 +268,30 @@ def test_seeds_that_the_table_does_not_list_replicate_it_beside(tmp_path):
   assert [(b['value'], b['holds']) for b in again['bars']] == [(0.25, False)]
 
 
+def test_a_table_runs_in_pieces_of_its_json(tmp_path):
+  def of(**fields):
+    later = lambda seed: core.changed(tiny_row.config, fields, seed)
+    return row_of(arm('a', 'warm'), warm={'warm': rows.Start(later)})
+
+  row, out = of(), tmp_path / 'results.json'
+  assert rows.earlier(row, str(out)) == rows.earlier(row, '') == {}
+  complete(row, tmp_path / 'here', 'arms/a/0', 0.0, 0.75)
+  rows.write(row, tmp_path / 'here', str(out), {})
+  known = rows.earlier(row, str(out))
+  assert {arm: [*own] for arm, own in known.items()} == {'a': ['0']}
+  assert core.needed(row, core.plan(row, row.arms), {'arms/a/0'}) == [
+    'warm/warm/1',
+    'arms/a/1',
+  ]
+  complete(row, tmp_path / 'there', 'arms/a/1', 0.0, 0.25)
+  found = rows.write(row, tmp_path / 'there', str(out), {}, known=known)
+  assert [*found['arms']['a']['seeds']] == ['0', '1']
+  assert found['arms']['a']['mean']['after']['eval/em']['mean'] == 0.5
+  assert rows.earlier(row, str(out))['a'] == found['arms']['a']['seeds']
+  # From another warm start, a run is another.
+  assert rows.earlier(of(**{'sft.steps': 3}), str(out)) == {'a': {}}
+
+
 def free(folder: pathlib.Path) -> bool:
   """Whether no process writes a run folder."""
   with open(folder / '.lock') as lock:
