@@ -26,6 +26,7 @@ of the JSON.
 
 from collections.abc import Mapping, Sequence
 import dataclasses
+import functools
 import hashlib
 import json
 import pathlib
@@ -71,34 +72,53 @@ def digest(config: ConfigDict) -> str:
     if part.get(name) == known[name]:
       del part[name]
   changed = {k: new for k, (_, new) in lookup.differences(base, now).items()}
-  text = json.dumps(changed, sort_keys=True)
+  return _hashed(changed)
+
+
+def of_run(row: Sweep, stage: str) -> str:
+  """What names a run: its `digest`, those of the warm starts that it needs, its
+  loop and its evaluations. Of the code it says nothing: `figures.versions`."""
+  arm, _ = row.stage(stage)
+  configs = [
+    digest(one.config(core.parse(case)[0]))
+    for one, case in map(row.stage, core.before(row, stage))
+  ]
+  evaluations = {name: _named(fn) for name, fn in arm.evaluations.items()}
+  return _hashed([configs, arm.loop, evaluations])
+
+
+def _named(fn) -> list | str:
+  if isinstance(fn, functools.partial):
+    return [_named(fn.func), fn.args, fn.keywords]
+  return f'{fn.__module__}.{fn.__qualname__}'
+
+
+def _hashed(content) -> str:
+  text = json.dumps(content, sort_keys=True, default=str)
   return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def digests(row: Sweep, stage: str) -> str:
-  """The `digest` of a run, and those of the warm starts that it needs."""
-  return ' '.join(
-    digest(one.config(core.parse(case)[0]))
-    for one, case in map(row.stage, core.before(row, stage))
-  )
+def earlier(row: Row, out: str) -> dict[str, dict]:
+  """What a JSON that `write` has written has of this table.
 
-
-def earlier(row: Row, out: str) -> dict[str, dict[str, dict]]:
-  """arm -> case -> figures of the runs in a JSON that `write` has written.
-
-  Left out are those with other configs than now.
+  Returns:
+    'arms', 'again': arm -> case -> figures, of seeds that the table lists and
+    of others, without those that `of_run` names otherwise now. 'warm': as in
+    the JSON.
   """
   path = pathlib.Path(out)
-  known = json.loads(path.read_text()) if path.is_file() else {'arms': {}}
-  return {
-    arm.name: {
-      case: figures
-      for case, figures in known['arms'][arm.name]['seeds'].items()
-      if figures.get('config') == digests(row, f'arms/{arm.name}/{case}')
-    }
-    for arm in row.arms
-    if arm.name in known['arms']
-  }
+  known = json.loads(path.read_text()) if path.is_file() else {}
+  every = known.get('arms', {}), known.get('replication', {}).get('arms', {})
+  found: dict[str, dict] = {'arms': {}, 'again': {}}
+  found['warm'] = known.get('warm', {})
+  for arm in row.arms:
+    for of in every:
+      for case, about in of.get(arm.name, {}).get('seeds', {}).items():
+        if about.get('config') == of_run(row, f'arms/{arm.name}/{case}'):
+          listed = row.purpose(arm, case) == core.REPORT
+          own = found['arms' if listed else 'again']
+          own.setdefault(arm.name, {})[case] = about
+  return found
 
 
 def write(
@@ -107,28 +127,25 @@ def write(
   out: str,
   environment,
   by: str = 'experiments.rows',
-  known: Mapping[str, Mapping[str, dict]] = {},
+  known: Mapping[str, dict] | None = None,
 ) -> dict:
   """Returns the results; writes them to `out` ('' = not) with curves.png.
 
-  by: the module of the command. known: those of `earlier`.
+  by: the module of the command. known: `earlier`.
   """
-  found, arms = figures.collect(row, workdir), {}
-  for arm in row.arms:
-    name, own = arm.name, found.get(arm.name, {}).get('seeds', {})
-    for case, about in own.items():
-      about['config'] = digests(row, f'arms/{name}/{case}')
-    if own := {**known.get(name, {}), **own}:
-      seeds = {case: own[case] for case in sorted(own, key=core.parse)}
-      arms[name] = {'seeds': seeds, 'mean': figures.means(seeds)}
+  known, warm = known or {}, figures.starts(row, workdir)
+  for name, own in known.get('warm', {}).items():
+    warm[name] = {**own, **warm.get(name, {})}
+  arms = _merged(row, workdir, core.REPORT, known.get('arms', {}))
+  planned = {arm.name: len(arm.seeds) for arm in row.arms}
   record = {
     'environment': environment,
     'command': common.command(by),
-    'warm': figures.starts(row, workdir),
+    'warm': warm,
     'arms': arms,
-    'bars': table.judge(row.bars, arms),
+    'bars': table.judge(row.bars, arms, planned),
   }
-  again = figures.collect(row, workdir, core.REPLICATION)
+  again = _merged(row, workdir, core.REPLICATION, known.get('again', {}))
   if again:
     bars = table.judge(row.bars, again)
     record['replication'] = {'arms': again, 'bars': bars}
@@ -137,6 +154,19 @@ def write(
     if row.curves:
       figures.plot(row.curves, arms, pathlib.Path(out).with_name('curves.png'))
   return record
+
+
+def _merged(row: Row, workdir: pathlib.Path, purpose: str, known) -> dict:
+  """`figures.collect`, with what is known of other machines."""
+  found, out = figures.collect(row, workdir, purpose), {}
+  for arm in row.arms:
+    name, own = arm.name, found.get(arm.name, {}).get('seeds', {})
+    for case, about in own.items():
+      about['config'] = of_run(row, f'arms/{name}/{case}')
+    if own := {**known.get(name, {}), **own}:
+      seeds = {case: own[case] for case in sorted(own, key=core.parse)}
+      out[name] = {'seeds': seeds, 'mean': figures.means(seeds)}
+  return out
 
 
 def columns(row: Row, arms: Mapping[str, dict]) -> list[str]:
@@ -159,7 +189,12 @@ def run(module: str, out: str, pieces: bool = True, **by: str) -> None:
   folder = pathlib.Path(flags.FLAGS.workdir)
   row, environment = core.load(module), common.environment()
   known = earlier(row, out) if pieces else {}
-  kept = {f'arms/{arm}/{case}' for arm, own in known.items() for case in own}
+  kept = {
+    f'arms/{arm}/{case}'
+    for seeds in ('arms', 'again')
+    for arm, own in known.get(seeds, {}).items()
+    for case in own
+  }
   chosen = sweep.chosen(row, flags.FLAGS.only, flags.FLAGS.seeds)
   planned = core.needed(row, chosen, kept)
   results = lambda: write(row, folder, out, environment, known=known, **by)
@@ -172,8 +207,17 @@ def run(module: str, out: str, pieces: bool = True, **by: str) -> None:
     record = results()
     for found in (record, record.get('replication')):
       if found:
-        print(figures.show(found['arms'], columns(row, found['arms'])))
+        arms = found['arms']
+        print(figures.show(arms, columns(row, arms)))
         print(*found['bars'], sep='\n')
+        if made := figures.versions(
+          {
+            f'{name}/{case}': about
+            for name, own in arms.items()
+            for case, about in own['seeds'].items()
+          }
+        ):
+          print(made)
 
 
 if __name__ == '__main__':

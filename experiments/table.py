@@ -38,10 +38,19 @@ class Bar:
   strict: bool = False
 
 
-def judge(bars: Sequence[Bar], arms: Mapping[str, dict]) -> list[dict]:
-  """The bars; one whose arm is not complete has no value and does not hold."""
+def judge(
+  bars: Sequence[Bar], arms: Mapping[str, dict], planned: Mapping[str, int] = {}
+) -> list[dict]:
+  """The bars; one whose arm is not complete has no value and does not hold.
+
+  planned: of an arm, the number of its seeds.
+  """
 
   def look(arm: str, variant: str, score: str, less: str = '') -> Interval:
+    for name in filter(None, (arm, less)):
+      seeds = arms.get(name, {}).get('seeds', {})
+      if len(seeds) < planned.get(name, 0):
+        raise Missing(f'{name}: {len(seeds)} of {planned[name]} seeds')
     try:
       if less:
         mine, theirs = (arms[name]['seeds'] for name in (arm, less))

@@ -403,7 +403,7 @@ def base() -> ConfigDict:
   c.teacher.gold.first = 1.0  # weight of its first three tokens
   c.teacher.gold.swaps = 0  # replacements of each observation
   c.teacher.weights = 'live'  # live, frozen, copy, ema
-  c.teacher.every = 50  # steps between two copies
+  c.teacher.every = 50  # steps between two copies; a shorter run has none
   c.teacher.rate = 0.05  # of 'ema', which each step takes
 
   # The critic of advantage='gae': a backbone and a value head of its own.

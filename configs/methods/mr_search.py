@@ -4,7 +4,8 @@ arXiv 2603.11327; tengxiao1/MR-Search. After each answer but the last the policy
 writes what went wrong, and tries again. Each attempt earns its exact match. It
 is compared with the same attempt of the others of the group, as in leave one
 out, without a division, and a token gets the sum over its attempt and the later
-ones. The reflection belongs to the attempt that it begins. Arguments:
+ones. One that was not begun, because tokens ran out, has earned 0. The
+reflection belongs to the attempt that it begins. Arguments:
 
   attempts  at a question
   contexts  1: all stay in one context, as in the paper; else at most so many,
@@ -53,21 +54,13 @@ def by_attempt(values, valid, group_ids, mask, structure):
       each token earned, B arrays [n].
   """
   del mask  # so that `values` are of tokens
-  s, group = structure, np.asarray(group_ids)
-  both = [s.owner, attempts(s)]
-  pairs, index = np.unique(both, axis=1, return_inverse=True)
-  owner, attempt = pairs
-  earned = np.bincount(index.reshape(-1), s.totals(values), len(owner))
-  a = by_cell(
-    earned,
-    np.asarray(valid, bool)[owner],
-    [group[owner], attempt],
-    lambda x, v: (v - x.mean()) * (len(x) / (len(x) - 1)),
-  )
-  for i in reversed(range(len(a) - 1)):
-    if owner[i] == owner[i + 1]:
-      a[i] += a[i + 1]
-  return s.over_tokens(a[index.reshape(-1)])
+  s, number = structure, attempts(structure)
+  earned = np.zeros((number.max(initial=0) + 1, len(valid)))
+  np.add.at(earned, (number, s.owner), s.totals(values))
+  less = lambda x, v: (v - x.mean()) * (len(x) / (len(x) - 1))
+  a = [by_cell(x, valid, group_ids, less) for x in earned]
+  later = np.cumsum(a[::-1], 0)[::-1]
+  return s.over_tokens(later[number, s.owner])
 
 
 def attempts(structure) -> np.ndarray:

@@ -14,7 +14,7 @@ loss. The weights are those of the policy. Arguments:
 Departs from it: whether a trajectory's own later queries are shown was not
 found, here they are not; the label is by the base recipe's reward (they: F1); k
 ids and the rest, where they seem to compare all; the coefficient was not found;
-no KL (algorithm.kl sets one).
+tags count as tokens of a query; no KL (algorithm.kl sets one).
 """
 
 from ml_collections import ConfigDict

@@ -11,12 +11,14 @@ in trajectories that are not right; the others are GRPO's. Arguments:
            the credit stays uniform
   pool     of Delta over a turn: sum; mean, which long turns do not saturate
   others   True: the evidence of another question, a control
-  every    steps between two copies of the policy, which the teacher is
+  every    steps between two copies of the policy, which the teacher is; up to
+           the first it is the policy that the run began with
 
 Departs from both: no code was released and the texts were read in translation;
 the evidence is what the group's own searches have found of the supporting
 passages; RLSD's share of uniform credit follows a schedule there, its teacher
-reads a reference answer. No KL (algorithm.kl sets one).
+reads a reference answer and may be the policy itself. A group that has read no
+supporting passage has no teacher. No KL (algorithm.kl sets one).
 """
 
 from ml_collections import ConfigDict

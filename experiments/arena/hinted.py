@@ -139,7 +139,7 @@ def measured(config, run: str, out: str) -> Mapping[str, float]:
     for group in groups.values():
       earned = [_right(t, env) for t in group]
       if hint := next(filter(None, fn(group, earned, env, **kw)), None):
-        told.append((group[0].question, hint))
+        told.append((group[0].question, teacher.joined(hint)))
     hints = [hint for _, hint in told]
     given = dict(plain=[''] * len(hints), own=hints)
     for name, shown in (given | dict(other=[*hints[1:], *hints[:1]])).items():
@@ -213,7 +213,7 @@ def _hint(question: Question, group, env: SearchEnv, n: int) -> str:
   for fn, kw in [*KINDS.values()][n:]:
     hints = fn(group, earned, env, **kw) if group else []
     if hint := next(filter(None, hints), None):
-      return hint
+      return teacher.joined(hint)
   return teacher.told_by(question, 'facts')
 
 

@@ -77,8 +77,13 @@ def evaluated(
 
 
 def attempted(config, run: str, out: str) -> dict[str, float]:
-  """As `measured`, with 'once/...' where an answer is the last word."""
+  """As `measured`, with 'once/...' where an answer is the last word.
+
+  That attempt has as many tokens as an answer of the other arms.
+  """
   changed = config.copy_and_resolve_references()
+  if changed.env.max_contexts == 1:
+    changed.env.max_tokens //= changed.env.attempts
   sft.one_attempt(changed.env)
   once = evaluated(changed, {}, run, f'{out}/once')
   return measured(config, run, out) | prefixed('once', once)

@@ -63,6 +63,7 @@ MORE_RATES = (0.25, 4.0)  # for arms without a scale
 KLS = (0.0, 0.003, 0.03)
 STRESS = 4  # x the learning rate of the base recipe, for all rows
 MISSING = 0.1  # share of passages that the incomplete corpus lacks
+ALIKE = 0.1  # of the baseline's tokens in training: others need a baseline more
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,7 +183,10 @@ class Batch:
   file: of this package, whose get_sweep has the phases. folder: of tuned.json,
   runs.csv and results. names: of its phases. start: (mixture, seed) -> config
   of a warm start. change: called with the config of each arm, and its row.
-  mixes: of the warm start.
+  mixes: of the warm start. first: of the reporting seeds: no batch reports on
+  those of another, whose results have chosen its rows. by_tokens: whether rows
+  with claims have a further baseline that samples as many tokens, where theirs
+  differ by more than ALIKE.
   """
 
   methods: tuple[Method, ...]
@@ -192,6 +196,12 @@ class Batch:
   start: Callable[[str, int], ConfigDict] = _atlas
   change: Callable[[ConfigDict, Method], None] = lambda config, row: None
   mixes: tuple[str, ...] = MIXES
+  first: int = 0
+  by_tokens: bool = False
+
+  @property
+  def reporting(self) -> tuple[int, ...]:
+    return tuple(self.first + seed for seed in REPORTING)
 
   @property
   def claims(self) -> tuple[Claim, ...]:
@@ -208,7 +218,8 @@ class Batch:
   ) -> dict[str, tuple[Callable[[], Iterator[Plan]], tuple[int, ...]]]:
     """Name -> its plans, and its seeds."""
     seeds = dict(assay=ASSAY, tune=TUNING, confirm=CONFIRMING, pilot=PILOT)
-    seeds |= dict(report=REPORTING, stress=REPORTING, mixtures=FEW)
+    reporting, few = self.reporting, self.reporting[: len(FEW)]
+    seeds |= dict(report=reporting, stress=reporting, mixtures=few)
     return {
       name: (getattr(self, name), seeds[name])
       for name in self.names
@@ -234,6 +245,10 @@ class Batch:
       return row.default
     return self.chosen('settings', row, 'confirm')
 
+  def share(self, row: Method) -> float:
+    """Tokens that a row as tuned samples in training, of the baseline's."""
+    return self.chosen('share', row, 'confirm')
+
   def assay(self) -> Iterator[Plan]:
     grpo = self.methods[0]
     for mix in self.mixes:
@@ -257,7 +272,7 @@ class Batch:
 
   def pilot(self) -> Iterator[Plan]:
     for row in self.methods:
-      seeds = FEW if row.aside else ()
+      seeds = self.reporting[: len(FEW)] if row.aside else ()
       yield Plan(row.name, row, self.tuned(row), seeds=seeds)
 
   def report(self) -> Iterator[Plan]:
@@ -269,13 +284,23 @@ class Batch:
       if row.repeats and self.tuned(row) != row.default:
         yield Plan(f'{row.name}-default', row, row.default)
     named = {claim.against for claim in self.claims}
+    some = self.reporting[: len(CONTROLS)]
     for row in self.methods:
       for name, fields in row.controls.items():
-        arm, seeds = f'{row.name}-{name}', CONTROLS if row.scale else ()
-        seeds = () if arm in named else FEW if row.aside else seeds
+        arm, seeds = f'{row.name}-{name}', some if row.scale else ()
+        seeds = self.reporting[: len(FEW)] if row.aside else seeds
+        seeds = () if arm in named else seeds
         yield Plan(arm, row, self.tuned(row), fields, seeds=seeds)
+    grpo = self.methods[0]
+    for row in self.rows if self.by_tokens else ():
+      arm, share = f'{grpo.name}-as-{row.name}', self.share(row)
+      unlike = row.claims and abs(share - 1) > ALIKE
+      if arm in named or unlike:
+        questions = round(recipe.get_config().rollout.questions * share)
+        fields = {'rollout.questions': questions}
+        seeds = () if arm in named else some
+        yield Plan(arm, grpo, self.tuned(grpo), fields, seeds=seeds)
     if 'grpo-missing' in named:
-      grpo = self.methods[0]
       lacks = {'source.dials': {'missing': MISSING}}
       yield Plan('grpo-missing', grpo, self.tuned(grpo), lacks)
 
@@ -284,7 +309,7 @@ class Batch:
     needed = {name for c in judged for name in (c.method, c.against)}
     for plan in self.pilot():
       setting = {**plan.setting, 'lr': STRESS}
-      seeds = () if plan.name in needed else FEW
+      seeds = () if plan.name in needed else self.reporting[: len(FEW)]
       if plan.name in needed or not plan.row.aside:
         yield plan._replace(setting=setting, seeds=seeds)
 

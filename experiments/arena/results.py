@@ -4,6 +4,7 @@ import collections
 from collections.abc import Iterator, Mapping, Sequence
 import dataclasses
 import itertools
+import math
 import pathlib
 import statistics
 from typing import Any
@@ -15,7 +16,7 @@ from experiments.arena import oracle, plans, recipes, verdicts
 from searchrl_jax.store import records
 from searchrl_jax.sweep import figures
 
-SCORE = 'hard/em'
+SCORE, SAMPLED = 'hard/em', 'run/sampled'
 WINDOW = (0.3, 0.7)  # of GRPO's SCORE, which leaves room to both sides
 COLUMNS = (
   SCORE,
@@ -42,9 +43,10 @@ def choose(
   row's first claim, if that is better than the default's by more than the
   claim's margin. Where the claim is on another metric than SCORE, SCORE may be
   lower than the default's by the margin. It is the setting if it is better than
-  the default on the CONFIRMING seeds (`again`), too.
+  the default on the CONFIRMING seeds (`again`), too. `share`: the tokens that
+  it samples, of those of the baseline.
   """
-  settings, trials, bests, confirmed = {}, {}, {}, {}
+  settings, trials, bests, confirmed, sampled = {}, {}, {}, {}, {}
   for row in batch.rows:
     candidates = [p for p in batch.tune() if p.row is row]
     means = _trial_means(candidates, tried, row, plans.TUNING)
@@ -60,10 +62,18 @@ def choose(
       if _gain(row.goal, best, means, candidates[0]) <= 0:
         best = candidates[0]
     settings[row.name] = best.setting
+    sampled[row.name] = statistics.fmean(
+      tried[best.name][str(seed)]['values'].get(SAMPLED, math.nan)
+      for seed in plans.TUNING
+    )
+  base = sampled.get(batch.methods[0].name, math.nan)
   content = {
     'environment': environment,
     'seeds': {'tune': plans.TUNING, 'confirm': plans.CONFIRMING},
     'settings': settings,
+    'share': {
+      name: x / base for name, x in sampled.items() if math.isfinite(x / base)
+    },
     'best': bests,
     'confirmed': confirmed,
     'trials': trials,
@@ -214,7 +224,7 @@ def assay(batch: plans.Batch, every: verdicts.Values) -> dict[str, Any]:
     for mix in batch.mixes
   }
   names = ['grpo', *(f'grpo-{a}' for a in oracle.ARMS)]
-  sets['tuned'] = names, report, plans.REPORTING
+  sets['tuned'] = names, report, batch.reporting
   out = {}
   for key, (names, runs, seeds) in sets.items():
     by = [verdicts.by_case(runs, name, SCORE) for name in names]
@@ -254,15 +264,17 @@ def seeds_needed(batch: plans.Batch, pilot) -> int | None:
 def gains(batch: plans.Batch, report) -> Iterator[dict[str, Any]]:
   """Paired differences beside the claims: of `arm` - `against`.
 
-  Of each row to BASES on SCORE, ECONOMY and the metrics of its claims; and on
-  SCORE and the metric of the row's first claim: of the row to its controls, and
-  of these to what the claim is against. Intervals are not corrected.
+  Of each row to BASES on SCORE, ECONOMY and the metrics of its claims, and on
+  SCORE to the baseline that samples as many tokens, if it has one; and on SCORE
+  and the metric of the row's first claim: of the row to its controls, and of
+  these to what the claim is against. Intervals are not corrected.
   """
   pairs = []
   for row in batch.methods:
     claimed = (claim.metric for claim in row.claims)
     for metric in dict.fromkeys((SCORE, *ECONOMY, *claimed)):
       pairs += [(row.name, x, metric) for x in BASES if x != row.name]
+    pairs.append((row.name, f'{batch.methods[0].name}-as-{row.name}', SCORE))
     base = row.goal.against if row.scale else row.name
     for metric in dict.fromkeys((SCORE, row.goal.metric)):
       for control in row.controls:

@@ -125,8 +125,8 @@ def _done(found: core.Sweep, stage: str, folder: pathlib.Path) -> bool:
 
 
 def digest(found: core.Sweep, name: str, case: str) -> str:
-  """What names the config of an arm with a seed (`rows.digest`)."""
-  return rows.digest(found.arm(name).config(int(case)))
+  """What names a run (`rows.of_run`)."""
+  return rows.of_run(found, f'arms/{name}/{case}')
 
 
 def _row(name: str) -> str:

@@ -6,8 +6,9 @@
 
 Methods of 2026 that ask the policy, or a copy of it, about what it has sampled,
 and others of that year. Worlds, questions and seeds are those of the first
-batch; a share of the warm start has hints (hinted.py), for all arms. Rows
-without a claim have three seeds and default settings.
+batch, but for those that are reported; a share of the warm start has hints
+(hinted.py), for all arms. Rows without a claim have three seeds and default
+settings.
 """
 
 from ml_collections import ConfigDict
@@ -19,24 +20,15 @@ from experiments.arena.plans import Method
 from experiments.arena.verdicts import MARGIN, Claim
 
 SHARE = 0.25  # of the warm start
-# x the questions of a step, for a baseline with as many tokens in training: to
-# be set by run/sampled of the tuning seeds before the report runs.
-TOKENS = {'mr_search': 3.0}
 _OTHERS = {'others': {'teacher.others': True}}
+_COPIES = 'every=5'  # of 20 steps
 
 
 def start(mix: str, seed: int) -> ConfigDict:
   c = recipe.get_config(f'mix={mix},seed={seed}')
-  _taught(c)
+  c.sft.data.module, c.sft.data.hinted = 'experiments.arena.hinted', SHARE
   hinted.make_room(c)
   return c
-
-
-def _taught(c: ConfigDict, row: Method | None = None) -> None:
-  """In arms, too: their digest says which warm start they have."""
-  hinted.see_far(c)
-  if not (row and row.start):
-    c.sft.data.module, c.sft.data.hinted = 'experiments.arena.hinted', SHARE
 
 
 def _helps(name: str, claim: str, against='grpo', **kw) -> Claim:
@@ -47,13 +39,8 @@ def _aside(name: str, file='', arg='', **kw) -> Method:
   return Method(name, file=file, arg=arg, aside=True, **kw)
 
 
-def _tokens(name: str) -> dict:
-  questions = round(recipe.get_config().rollout.questions * TOKENS[name])
-  return {'tokens': {'rollout.questions': questions}}
-
-
 METHODS = (
-  Method('grpo', controls=oracle.ARMS | _tokens('mr_search'), repeats=2),
+  Method('grpo', controls=oracle.ARMS, repeats=2),
   Method('grpo4', file='grpo', fields={'algorithm.minibatches': 4}, repeats=1),
   Method('igpo', ('scale', (1.0, 0.3, 3.0))),
   Method(
@@ -63,6 +50,7 @@ METHODS = (
       _helps('sspo', 'weighing wrong turns by a teacher that reads helps'),
       _helps('sspo', 'what it reads matters', 'sspo-others'),
     ),
+    arg=_COPIES,
     controls=_OTHERS,
   ),
   Method(
@@ -98,17 +86,26 @@ METHODS = (
   Method('maxrl', claims=(_helps('maxrl', 'dividing by the mean helps'),)),
   Method(
     'mr_search',
-    # In evaluation, too: 'once/...' is of one attempt.
-    claims=(_helps('mr_search', 'three attempts are better', 'grpo-tokens'),),
+    # Evaluated with three, too: 'once/...' is of one. No trace of the warm
+    # start has a reflection.
+    claims=(
+      _helps(
+        'mr_search',
+        'three attempts, in evaluation too, are better at equal tokens in '
+        'training',
+        'grpo-as-mr_search',
+      ),
+    ),
     evaluation=measure.attempted,
   ),
-  _aside('rlsd', 'sspo', 'arm=rlsd', controls=_OTHERS),
+  _aside('rlsd', 'sspo', f'arm=rlsd,{_COPIES}', controls=_OTHERS),
   _aside('opsd', controls=_OTHERS),
   _aside('opd', 'opsd', 'weights=frozen,outcome=1.0'),
   _aside('sdpo', controls=_OTHERS),
   _aside('sdpo-released', 'sdpo', 'version=as_released'),
+  # Its second phase alone: no GRPO comes before it.
   _aside('search_e1', controls=_OTHERS),
-  _aside('tips'),
+  _aside('tips', arg=_COPIES),
   _aside('ig_search'),
   _aside('guide'),
   _aside('luffy'),
@@ -145,8 +142,10 @@ SECOND = plans.Batch(
   FOLDER / 'second',
   OWN,
   start=start,
-  change=_taught,
+  change=lambda config, row: hinted.see_far(config),
   mixes=(plans.MIX,),
+  first=300,
+  by_tokens=True,
 )
 BATCHES = {'first': arms.FIRST, 'second': SECOND}
 

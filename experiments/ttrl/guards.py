@@ -16,14 +16,18 @@ runs of `majority`); results.json also has
 
   verdicts  arm -> hard/em before and after by seed, the lowest, the paired
             gain, and whether the bar holds: all SEEDS, none at 0 (below ZERO),
-            and a mean of at least that of the start + GAIN
+            and a mean of at least that of the start + GAIN. `failed`: how many
+            are at 0, and a 95 % interval (Clopper and Pearson) of the share;
+            `than_majority`: the paired difference, and the p of McNemar's exact
+            test that as many fail. Where `majority` never fails, that a guard
+            holds does not say that it guards
   alarm     of the runs of each arm on atlas, and of all: `failed` (those at 0),
             `named` (run -> the first step with alarm/votes), and whether the
             alarm names all failed ones within WITHIN steps, and no other.
             `signals`: of each signal without golden answers, the lowest and
             highest mean over these steps of runs that failed and of the others,
-            whether a threshold separates them, and the probability that one
-            would if runs failed at random
+            whether a threshold separates them, and of one arm the probability
+            that one of the signals would, if seeds failed at random
 
 About 70 minutes on two cores for atlas and 25 for the small form, by figures of
 earlier runs (README.md).
@@ -36,6 +40,7 @@ import pathlib
 from typing import Any
 
 from absl import flags
+from scipy import stats
 
 from configs import atlas, ttrl
 from experiments import rows
@@ -104,28 +109,53 @@ ROW = rows.Row(
 )
 
 
-def verdict(values: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
-  """The bar of an arm; values: seed -> HARD and BEFORE."""
+def verdict(
+  values: Mapping[str, Mapping[str, float]],
+  majority: Mapping[str, Mapping[str, float]],
+) -> dict[str, Any]:
+  """The bar of an arm.
+
+  Args:
+    values: seed -> HARD and BEFORE.
+    majority: those of TTRL.
+  """
   after = {seed: own[HARD] for seed, own in values.items()}
+  others = {seed: own[HARD] for seed, own in majority.items()}
+  lost = [seed for seed, value in after.items() if value < ZERO]
+  share = stats.binomtest(len(lost), len(after)).proportion_ci()
+  both = [
+    (after[seed] < ZERO, others[seed] < ZERO) for seed in after.keys() & others
+  ]
+  alone = [own for own, other in both if own != other]
   before = {seed: own[BEFORE] for seed, own in values.items()}
   gain, lowest = figures.paired(after, before), min(after.values())
+  than = figures.paired(after, others)
   complete = {*values} >= {*map(str, SEEDS)}
   return {
     'before': before,
     'after': after,
     'lowest': lowest,
     'gain': gain._asdict(),
+    'failed': [len(lost), share.low, share.high],
+    'than_majority': {
+      'difference': than and than._asdict(),
+      'p': stats.binomtest(sum(alone), len(alone)).pvalue if alone else 1.0,
+    },
     'complete': complete,
     'holds': complete and lowest >= ZERO and gain.mean >= GAIN,
   }
 
 
-def alarm(metrics: Mapping[str, Any], failed: set[str]) -> dict[str, Any]:
+def alarm(
+  metrics: Mapping[str, Any], failed: set[str], several: bool = False
+) -> dict[str, Any]:
   """What the alarm and the signals say of runs; see the module.
 
   Args:
     metrics: name of a run -> the data frame of its metrics by step.
     failed: the names of those that lost the hard questions.
+    several: the runs are of several arms, which have their seeds in common: no
+      run fails by itself.
   """
   named, means = {}, {signal: {} for signal in SIGNALS}
   for name, frame in metrics.items():
@@ -143,26 +173,31 @@ def alarm(metrics: Mapping[str, Any], failed: set[str]) -> dict[str, Any]:
     # Without a failure there is nothing to name, and only a false alarm to see.
     'holds': failed == soon == ever if failed or ever else None,
     'signals': {
-      signal: _separated(known, failed) for signal, known in means.items()
+      signal: _separated(known, failed, several)
+      for signal, known in means.items()
     },
   }
 
 
-def _separated(means: Mapping[str, float], failed: set[str]) -> dict[str, Any]:
+def _separated(
+  means: Mapping[str, float], failed: set[str], several: bool
+) -> dict[str, Any]:
   """Whether a threshold tells the failed runs from the others."""
   theirs = [x for name, x in means.items() if name in failed]
   others = [x for name, x in means.items() if name not in failed]
   if not theirs or not others:
     return {'separates': None}  # there is nothing to tell apart
   apart = max(theirs) < min(others) or max(others) < min(theirs)
-  # Of all ways to choose who failed, two lie at an end of the order.
-  ways = math.comb(len(means), len(theirs))
-  return {
+  out = {
     'failed': [min(theirs), max(theirs)],
     'others': [min(others), max(others)],
     'separates': apart,
-    'by_chance': min(2 / ways, 1.0),
   }
+  if not several:
+    # Of all ways to choose who failed, two lie at an end of a signal's order.
+    ways = math.comb(len(means), len(theirs))
+    out['by_chance'] = min(2 * len(SIGNALS) / ways, 1.0)
+  return out
 
 
 def conclude(folder: pathlib.Path, out: pathlib.Path) -> dict[str, Any]:
@@ -185,11 +220,13 @@ def conclude(folder: pathlib.Path, out: pathlib.Path) -> dict[str, Any]:
   metrics = {run: read.run(path).metrics for run, path in folders.items()}
   path = out / 'results.json'
   record = json.loads(path.read_text())
-  record['verdicts'] = {name: verdict(seeds) for name, seeds in runs.items()}
+  record['verdicts'] = {
+    name: verdict(seeds, runs.get(ARMS[0], {})) for name, seeds in runs.items()
+  }
   record['alarm'] = {}
   for name in (*runs, ''):
     own = {run: x for run, x in metrics.items() if run.startswith(name)}
-    record['alarm'][name or 'all'] = alarm(own, failed & own.keys())
+    record['alarm'][name or 'all'] = alarm(own, failed & own.keys(), not name)
   records.write_json(path, record)
   shown = {run: x for run, x in folders.items() if run.startswith(ARMS[0])}
   if shown:

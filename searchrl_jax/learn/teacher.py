@@ -25,12 +25,13 @@ module or any other by its dotted path:
     f(group, returns, env, **config.teacher.context_kw) -> a hint, or None, for
     each trajectory
 
-returns: float [G], what each earned, NaN if it is in no batch. A hint stands in
-the question's text, by config.teacher.frame, which may leave either out, and is
+returns: float [G], what each earned, NaN if it is in no batch. A hint is a
+text, or two: of the question, and of the trajectory. It stands in the
+question's text, by config.teacher.frame, which may leave either out, and is
 outside text as that is. An attribute `needs` is that of other functions
 (`data.checks.require_needs`).
 config.teacher.others = True gives every trajectory the hint that one of another
-question has: a control.
+question has, of two texts the first: a control.
 
 config.teacher.weights are those of the policy ('live'), those it started with
 ('frozen'), its weights of every `every`-th step ('copy'), or their average, of
@@ -210,6 +211,14 @@ def told_rows(batch: StepBatch, config, env) -> Rows:
   return Rows(told, taught, too_long)
 
 
+Hint = str | tuple[str, str]
+
+
+def joined(hint: Hint | None) -> str | None:
+  """The whole text of a hint."""
+  return ' '.join(filter(None, hint)) if isinstance(hint, tuple) else hint
+
+
 def _hints(batch: StepBatch, c, env) -> list[str | None]:
   fn, hints, first = context(c), [], 0
   returns = np.where(batch.kept, batch.returns, math.nan)
@@ -223,8 +232,16 @@ def _hints(batch: StepBatch, c, env) -> list[str | None]:
     for g, of_group in enumerate(hints):
       others = itertools.chain(*known[g + 1 :], *known[:g])
       other = itertools.cycle([*others] or [None])
-      hints[g] = [None if h is None else next(other) for h in of_group]
-  return [*itertools.chain(*hints)]
+      hints[g] = [
+        None if h is None else _of_another(h, next(other)) for h in of_group
+      ]
+  return [*map(joined, itertools.chain(*hints))]
+
+
+def _of_another(hint: Hint, other: Hint | None) -> Hint | None:
+  if isinstance(hint, tuple) and isinstance(other, tuple):
+    return other[0], hint[1]
+  return other
 
 
 def _told(t: Trajectory, hint: str, frame: str, env) -> Trajectory:
@@ -351,7 +368,7 @@ def anchors(group, returns, env, *, right: float, wrong: str, everyone: bool):
   """Passages without the true answer, and the wrong one that was given.
 
   The passages of `Question.supporting` that any trajectory of the group has
-  read, each without the golden answers.
+  read, each without the golden answers. Without any there are no hints.
 
   Args:
     right: return from which a trajectory is right.
@@ -370,12 +387,12 @@ def anchors(group, returns, env, *, right: float, wrong: str, everyone: bool):
   for answer in sorted(question.answers, key=len, reverse=True):
     whole = re.compile(rf'(?<!\w){re.escape(answer)}(?!\w)', re.I)
     texts = [' '.join(whole.sub(' ', text).split()) for text in texts]
-  hints: list[str | None] = []
+  hints: list[Hint | None] = []
   for t, earned in zip(group, returns, strict=True):
     said = f'{wrong} {env.answer(t) or ""}'.strip()
-    good = ' '.join(texts) if everyone else None
-    hints.append(good if earned >= right else ' '.join([*texts, said]))
-  return hints
+    good = (' '.join(texts), '') if everyone else None
+    hints.append(good if earned >= right else (' '.join(texts), said))
+  return hints if texts else [None] * len(group)
 
 
 anchors.needs = ('supporting', 'answers')  # type: ignore[attr-defined]

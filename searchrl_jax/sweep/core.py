@@ -39,13 +39,13 @@ REPORT, TUNING, REPLICATION = 'report', 'tuning', 'replication'
 
 def evaluation(fields: Mapping[str, object]) -> Evaluation:
   """`evaluate` with fields of the arm's config changed, {'env.k': value}."""
+  return functools.partial(_evaluate, dict(fields))
 
-  def run(config, workdir, out):
-    changed = config.copy_and_resolve_references()
-    changed.update_from_flattened_dict(dict(fields))
-    return evaluate.evaluate(changed, workdir, out)
 
-  return run
+def _evaluate(fields: dict, config, workdir: str, out: str):
+  changed = config.copy_and_resolve_references()
+  changed.update_from_flattened_dict(fields)
+  return evaluate.evaluate(changed, workdir, out)
 
 
 @dataclasses.dataclass(frozen=True)

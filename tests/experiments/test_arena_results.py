@@ -430,6 +430,10 @@ def test_tuning_takes_the_best_trial(tmp_path, monkeypatch):
   again['gigpo,scale=0.3']['105']['values']['hard/em'] = 0.39
   results.choose(arms.FIRST, runs, again, tmp_path, {})
   settings = json.loads(path.read_text())['settings']
+  assert json.loads(path.read_text())['share'] == {}  # nothing was counted
+  for name, tokens in (('grpo', 10.0), ('gigpo', 11.0), ('otc,scale=0.6', 8.0)):
+    for run_, more in zip(runs[name].values(), (1, -1), strict=True):
+      run_['values']['run/sampled'] = tokens + more
   # As good as the default but for one run of four.
   assert settings['gigpo'] == {'lr': 1.0, 'kl': 0.0, 'scale': 1.0}
   again['gigpo,scale=0.3']['104']['values']['hard/em'] = 0.42
@@ -441,6 +445,9 @@ def test_tuning_takes_the_best_trial(tmp_path, monkeypatch):
   assert settings['pica'] == {'lr': 1.0, 'kl': 0.0, 'scale': 0.3}  # the default
   assert settings['grpo'] == {'lr': 1.0, 'kl': 0.0}
   assert 'igpo' not in settings  # a trial of it has not run
+  # Of the setting that was chosen: 8 of the 10 of GRPO, on average.
+  share = json.loads(path.read_text())['share']
+  assert share == pytest.approx({'grpo': 1.0, 'otc': 0.8})
 
 
 def test_what_is_kept_is_not_run_again_unless_its_config_changed(tmp_path):

@@ -10,10 +10,16 @@ from searchrl_jax import sft
 from searchrl_jax.run import build
 from searchrl_jax.sweep import core
 
+REPORTING = second.SECOND.reporting
+
 
 @pytest.fixture
 def report(monkeypatch):
   monkeypatch.setattr(plans.Batch, 'tuned', lambda _, row: row.default)
+  share = {'mr_search': 2.6, 'igpo': 0.8, 'trace': 0.89, 'maxrl': 1.05}
+  monkeypatch.setattr(
+    plans.Batch, 'share', lambda _, row: share.get(row.name, 1.0)
+  )
   return second.get_sweep('report')
 
 
@@ -25,10 +31,22 @@ def test_every_claim_has_its_arms_and_seeds(report):
   at = {'report': '', 'stress': 'stress-'}
   for claim in second.SECOND.claims:
     for name in (claim.method, claim.against):
-      assert seeds[at[claim.phase] + name] == plans.REPORTING, claim
-  assert seeds['sspo-others'] == plans.REPORTING
-  assert seeds['sd_search-labels'] == plans.CONTROLS
-  assert seeds['opsd'] == seeds['opsd-others'] == plans.FEW
+      assert seeds[at[claim.phase] + name] == REPORTING, claim
+  assert seeds['sspo-others'] == REPORTING
+  assert seeds['sd_search-labels'] == REPORTING[:6]
+  assert seeds['opsd'] == seeds['opsd-others'] == REPORTING[:3]
+  other = {*plans.REPORTING, *plans.ASSAY, *plans.PILOT}
+  assert len(REPORTING) == len(plans.REPORTING) and not {*REPORTING} & other
+
+
+def test_rows_that_sample_other_numbers_of_tokens_have_a_baseline(report):
+  """16 questions a step x 2.6, and x 0.89; rows without a claim need none."""
+  questions = {
+    arm.name: arm.config(300).rollout.questions
+    for arm in report.arms
+    if '-as-' in arm.name
+  }
+  assert questions == {'grpo-as-mr_search': 42, 'grpo-as-trace': 14}
 
 
 def test_configs_have_digests_of_their_own(report):

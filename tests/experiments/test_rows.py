@@ -274,11 +274,12 @@ def test_a_table_runs_in_pieces_of_its_json(tmp_path):
     return row_of(arm('a', 'warm'), warm={'warm': rows.Start(later)})
 
   row, out = of(), tmp_path / 'results.json'
-  assert rows.earlier(row, str(out)) == rows.earlier(row, '') == {}
+  none = {'arms': {}, 'again': {}, 'warm': {}}
+  assert rows.earlier(row, str(out)) == rows.earlier(row, '') == none
   complete(row, tmp_path / 'here', 'arms/a/0', 0.0, 0.75)
   rows.write(row, tmp_path / 'here', str(out), {})
   known = rows.earlier(row, str(out))
-  assert {arm: [*own] for arm, own in known.items()} == {'a': ['0']}
+  assert {arm: [*own] for arm, own in known['arms'].items()} == {'a': ['0']}
   assert core.needed(row, core.plan(row, row.arms), {'arms/a/0'}) == [
     'warm/warm/1',
     'arms/a/1',
@@ -287,9 +288,30 @@ def test_a_table_runs_in_pieces_of_its_json(tmp_path):
   found = rows.write(row, tmp_path / 'there', str(out), {}, known=known)
   assert [*found['arms']['a']['seeds']] == ['0', '1']
   assert found['arms']['a']['mean']['after']['eval/em']['mean'] == 0.5
-  assert rows.earlier(row, str(out))['a'] == found['arms']['a']['seeds']
-  # From another warm start, a run is another.
-  assert rows.earlier(of(**{'sft.steps': 3}), str(out)) == {'a': {}}
+  # Seeds that the table does not list, and warm starts, are carried on too.
+  complete(row, tmp_path / 'third', 'arms/a/11', 0.0, 0.5)
+  complete(row, tmp_path / 'third', 'warm/warm/11', 0.0, 0.5)
+  for folder in ('third', 'fourth'):
+    known = rows.earlier(row, str(out))
+    found = rows.write(row, tmp_path / folder, str(out), {}, known=known)
+    assert [*found['arms']['a']['seeds']] == ['0', '1']
+    assert [*found['replication']['arms']['a']['seeds']] == ['11']
+  assert rows.earlier(row, str(out))['arms']['a'] == found['arms']['a']['seeds']
+  # From another warm start, or evaluated otherwise, a run is another.
+  assert rows.earlier(of(**{'sft.steps': 3}), str(out))['arms'] == {}
+  short = {'after': rows.evaluation({'env.max_turn_tokens': 4})}
+  asked = dataclasses.replace(row.arms[0], evaluations=short)
+  asked = dataclasses.replace(row, arms=(asked,))
+  assert rows.earlier(asked, str(out))['arms'] == {}
+
+
+def test_a_bar_needs_all_seeds(tmp_path):
+  bar = table.Bar('em', lambda at: at('a', 'after', 'eval/em').mean, 0.5)
+  row = dataclasses.replace(row_of(arm('a', seeds=(0, 1))), bars=[bar])
+  for seed, value in ((0, None), (1, 0.75)):
+    complete(row, tmp_path, f'arms/a/{seed}', 0.0, 0.75)
+    (found,) = rows.write(row, tmp_path, '', {})['bars']
+    assert (found['value'], found['holds']) == (value, value is not None)
 
 
 def free(folder: pathlib.Path) -> bool:

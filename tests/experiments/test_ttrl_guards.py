@@ -340,15 +340,21 @@ def test_the_rows_are_those_of_the_config():
 
 def test_the_bar():
   runs = {str(n): {guards.BEFORE: 0.2, guards.HARD: 0.4} for n in range(8)}
-  found = guards.verdict(runs)
+  two_lost = runs | {n: {guards.BEFORE: 0.2, guards.HARD: 0.0} for n in '35'}
+  found = guards.verdict(runs, two_lost)
   assert found['holds'] and found['lowest'] == 0.4
   assert found['gain']['mean'] == pytest.approx(0.2)
-  one_lost = runs | {'3': {guards.BEFORE: 0.2, guards.HARD: 0.0}}
-  assert not guards.verdict(one_lost)['holds']  # whatever the mean
+  # None of eight: up to 1 - .025^(1/8). .4 more in two of eight. Two seeds
+  # fail in one arm only, always that one: 2 x .5^2.
+  assert found['failed'] == [0, 0.0, pytest.approx(1 - 0.025 ** (1 / 8))]
+  than = found['than_majority']
+  assert than['difference']['mean'] == pytest.approx(0.1) and than['p'] == 0.5
+  assert not guards.verdict(two_lost, two_lost)['holds']  # whatever the mean
+  assert guards.verdict(two_lost, two_lost)['than_majority']['p'] == 1.0
   flat = {n: own | {guards.HARD: 0.25} for n, own in runs.items()}
-  assert not guards.verdict(flat)['holds']
+  assert not guards.verdict(flat, runs)['holds']
   seven = {n: own for n, own in runs.items() if n != '7'}
-  assert not guards.verdict(seven)['holds']
+  assert not guards.verdict(seven, runs)['holds']
 
 
 def frame(alarm_at=None, lost=0.1, steps=20):
@@ -373,8 +379,14 @@ def test_the_alarm_has_to_name_the_failed_and_no_others():
   lost = found['signals']['reward/vote/lost']
   np.testing.assert_allclose(lost.pop('failed'), [0.4, 0.5])
   np.testing.assert_allclose(lost.pop('others'), [0.1, 0.2])
-  # Of the 6 ways to choose two of four, the two lowest or the two highest.
-  assert lost == {'separates': True, 'by_chance': 2 / 6}
+  assert lost == {'separates': True, 'by_chance': 1.0}
+  # Of the 45 ways to choose two of ten, the two lowest or the two highest, by
+  # any of ten signals; not of several arms, whose runs of a seed fail together.
+  more = metrics | {f'a/{n}': frame() for n in range(4, 10)}
+  for several in (False, True):
+    found_ = guards.alarm(more, failed, several)['signals']['reward/vote/lost']
+    assert found_['separates']
+    assert found_.get('by_chance') == (None if several else 2 * 10 / 45)
   assert found['signals']['health/searches'] == {'separates': None}
   # One that did not fail is named, even late; one that did is named too late.
   assert not guards.alarm(metrics | {'a/0': frame(19)}, failed)['holds']

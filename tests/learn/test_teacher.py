@@ -223,8 +223,9 @@ def test_anchors_by_hand():
     hand.play(answer=None, sample=2),
   ]
   tell = functools.partial(teacher.anchors, env=hand.ENV, right=1.0)
-  found = tell(texts, np.array([0.0, 1, 0]), wrong='not', everyone=False)
-  good = tell(texts, np.array([0.0, 1, 0]), wrong='not', everyone=True)
+  told = lambda *of, **kw: [*map(teacher.joined, tell(*of, **kw))]
+  found = told(texts, np.array([0.0, 1, 0]), wrong='not', everyone=False)
+  good = told(texts, np.array([0.0, 1, 0]), wrong='not', everyone=True)
   assert good == [found[0], 'text of a text of b', found[2]]
   assert found == [
     'text of a text of b not Bob',
@@ -233,13 +234,18 @@ def test_anchors_by_hand():
   ]
   named = dataclasses.replace(hand.QUESTION, answers=('of a', 'a'))
   group = [hand.play(('w', 'a'), answer='Bob', question=named)]
-  [hint] = tell(group, np.zeros(1), wrong='no', everyone=False)
+  [hint] = told(group, np.zeros(1), wrong='no', everyone=False)
   assert hint == 'text no Bob'
   # As words, however they are written: not the a of another word.
   named = dataclasses.replace(hand.QUESTION, answers=('TEXT', 'f'))
   group = [hand.play(('w', 'a'), answer='Bob', question=named)]
-  [hint] = tell(group, np.zeros(1), wrong='no', everyone=False)
+  [hint] = told(group, np.zeros(1), wrong='no', everyone=False)
   assert hint == 'of a no Bob'
+  # Who has read nothing of use knows no more than the policy.
+  group = [hand.play(('w', 'x'), answer=x) for x in ('Bob', 'Ann')]
+  for everyone in (False, True):
+    hints = tell(group, np.array([0.0, 1]), wrong='no', everyone=everyone)
+    assert hints == [None, None]
 
 
 def test_a_sibling_is_another_one_and_has_the_fewest_searches_if_asked():
@@ -265,6 +271,22 @@ def test_others_are_hints_of_another_question():
   assert all('where?' in s and 'hint of q' in s for s in shown[3:])
   alone = step((hand.GROUP,), (1, 0, 0))
   assert not rows(alone, c).taught.any(), 'no other question has one'
+
+
+def test_of_two_texts_others_change_the_first():
+  """The wrong answer is the trajectory's own, the evidence is not."""
+  c = config('tests.learn.test_teacher.two', **{'teacher.others': True})
+  told, text = rows(step(), c), hand.ENV.tokenizer.decode
+  shown = [text(t.trained[0].ids.tolist()) for t in told.trajectories]
+  for t, s in zip(told.trajectories, shown, strict=True):
+    other = 'q' if t.question.id == 'other' else 'other'
+    assert f'of {other} said by {t.question.id} {t.sample}' in s
+
+
+def two(group, returns, env):
+  del returns, env
+  id = group[0].question.id
+  return [(f'of {id}', f'said by {id} {t.sample}') for t in group]
 
 
 def name(group, returns, env):

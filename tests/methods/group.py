@@ -26,7 +26,7 @@ QUESTION = Question(
 )
 
 
-def attempting(attempts):
+def attempting(attempts, max_tokens=2000):
   """An environment whose answers are refined, all in one context."""
   return scripted.make(
     ByteTokenizer(),
@@ -36,7 +36,7 @@ def attempting(attempts):
     on_answer='refine',
     max_note_tokens=60,
     max_turn_tokens=200,
-    max_tokens=2000,
+    max_tokens=max_tokens,
   )
 
 

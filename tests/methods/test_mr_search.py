@@ -90,6 +90,18 @@ def test_an_attempt_is_compared_with_the_same_attempt_only():
   np.testing.assert_allclose(never, [-2, -2, -2, -1, -1])
 
 
+def test_an_attempt_that_was_not_begun_has_earned_nothing():
+  # The first of CUT is wrong, and its tokens end: -2 as of NEVER, not -1/2.
+  env = attempting(3, max_tokens=100)
+  state, _ = scripted.play(env, [says('Bob')], question=QUESTION)
+  cut = env.trajectory(state, 2)
+  assert cut.end == 'tokens' and cut.meta['attempt'] == [0]
+  late, once, own = advantages((LATE, ONCE, cut))
+  np.testing.assert_allclose(own, [-2])
+  np.testing.assert_allclose(late, advantages()[0])
+  np.testing.assert_allclose(once, advantages()[1], atol=1e-7)
+
+
 def test_its_config():
   c = mr_search.get_config()
   checks.check(c)

@@ -40,8 +40,12 @@ def test_no_contrast_no_hint_and_a_control_of_labels():
 
 
 def test_only_queries_follow_the_teacher():
-  c = sd_search.get_config()
+  c = sd_search.get_config('scale=0.3')
   checks.check(c)
+  columns = c.teacher.columns
+  assert (columns.distance, columns.alpha, columns.coef) == ('js', 0.5, 0.3)
+  assert c.teacher.weights == 'live'
+  assert c.algorithm.advantage == 'grpo'
   c.batch.lengths = (1024,)
   reward = Rewards(np.array([1, 0, 0], np.float32), np.ones(3, bool))
   batch = batching.of_step([hand.GROUP], reward, c, shards=1, seed=0)

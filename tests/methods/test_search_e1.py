@@ -24,7 +24,8 @@ def test_the_shortest_right_one_is_shown():
   ]
   assert 'once' in shown[0] and 'once' in shown[1]
   assert rows.taught.tolist() == [True, True, False]  # it is the shortest
-  assert c.teacher.weights == 'frozen'
+  assert c.teacher.weights == 'frozen' and c.algorithm.advantage == 'zero'
+  assert c.teacher.columns.distance == 'forward'
 
 
 def test_there_is_no_policy_gradient():

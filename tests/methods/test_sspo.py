@@ -93,8 +93,11 @@ def test_without_a_teacher_it_is_grpo():
 def test_its_config_and_what_it_needs():
   c = sspo.get_config('every=7,others=True')
   assert (c.teacher.weights, c.teacher.every) == ('copy', 7)
-  assert c.teacher.others
+  assert c.teacher.others and c.teacher.context == 'anchors'
   checks.check(c)
+  for arm, everyone in (('sspo', False), ('rlsd', True)):
+    told = sspo.get_config(f'arm={arm}').teacher.context_kw.to_dict()
+    assert told == dict(right=1.0, wrong='not', everyone=everyone)
   bare = Question('q', 'who?', ('Ann',))
   with pytest.raises(DataError, match='teacher.context needs'):
     checks.check_data(c, [bare])

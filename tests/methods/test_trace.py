@@ -7,6 +7,7 @@ from configs.methods import trace
 from searchrl_jax import checks
 from searchrl_jax.data.checks import DataError
 from searchrl_jax.learn.potential import Levels
+from searchrl_jax.lookup import ConfigError
 from searchrl_jax.types import Question
 from tests.methods import group as hand
 
@@ -65,8 +66,12 @@ def test_what_is_in_no_batch_learns_nothing():
 
 
 def test_its_config_and_what_it_needs():
+  assert trace.get_config().teacher.weights == 'frozen'
   c = trace.get_config('weights=copy')
   assert c.teacher.weights == 'copy' and not c.teacher.context
   checks.check(c)
   with pytest.raises(DataError, match='golden answers'):
     checks.check_data(c, [Question('q', 'who?')])
+  c.teacher.gold.aliases = 0
+  with pytest.raises(ConfigError, match='gold.aliases=0'):
+    checks.check(c)
