@@ -14,7 +14,7 @@ has the results so far, of all arms:
   warm   name -> seed -> {seconds, commit}
   arms   name -> seeds: seed -> {seconds, commit, config, values, curve}
                  mean:  values -> {mean, low, high, n} over seeds
-  bars   [{name, value, bar, holds}]; value is null if an arm is missing
+  bars   [{name, value, bar, holds}]; value is null if a run is missing
   replication  {seeds, arms, bars} of seeds that the table does not list, if
                there are any (--seeds=11): the bars by these alone
 
