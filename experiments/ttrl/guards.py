@@ -24,6 +24,8 @@ runs of `majority`); results.json also has
   alarm     of the runs of each arm on atlas, and of all: `failed` (those at 0),
             `named` (run -> the first step with alarm/votes), and whether the
             alarm names all failed ones within WITHIN steps, and no other.
+            `now`: as `named`, by the limits that the alarm has now, and
+            `peaks`: the highest median of five steps of LOST.
             `signals`: of each signal without golden answers, the lowest and
             highest mean over these steps of runs that failed and of the others,
             whether a threshold separates them, and of one arm the probability
@@ -48,7 +50,7 @@ from experiments.arena import measure
 from experiments.ttrl import labels
 from searchrl_jax import read
 from searchrl_jax.run import command
-from searchrl_jax.store import records
+from searchrl_jax.store import alarms, records
 from searchrl_jax.sweep import figures, runner
 
 MODULE = 'experiments.ttrl.guards'
@@ -57,7 +59,7 @@ SEEDS, SMALL_SEEDS = tuple(range(8)), (0, 1, 2)
 LOOP = 'experiments.ttrl.start.train'
 HARD, BEFORE = 'hard/em', 'before/hard/em'
 ZERO, GAIN, WITHIN = 0.02, 0.10, 10
-ALARM = 'alarm/votes'
+ALARM, LOST = 'alarm/votes', 'reward/vote/lost'
 # What a run without golden answers can know of its votes.
 SIGNALS = (
   *(f'reward/vote/{name}' for name in (
@@ -157,10 +159,20 @@ def alarm(
     several: the runs are of several arms, which have their seeds in common: no
       run fails by itself.
   """
-  named, means = {}, {signal: {} for signal in SIGNALS}
+  named, now, peaks = {}, {}, {}
+  means: dict[str, dict] = {signal: {} for signal in SIGNALS}
   for name, frame in metrics.items():
     on = frame.index[frame[ALARM] == 1] if ALARM in frame else []
     named[name] = int(on[0]) if len(on) else None
+    again = alarms.Alarms()
+    flags = [
+      again(step, row)[0] for step, row in frame.to_dict('index').items()
+    ]
+    steps = [step for step, x in zip(frame.index, flags) if x.get(ALARM)]
+    now[name] = int(steps[0]) if steps else None
+    if LOST in frame:
+      of_five = frame[LOST].dropna().rolling(alarms.WINDOW).median()
+      peaks[name] = float(of_five.max())
     early = frame[(frame.index >= 0) & (frame.index < WITHIN)]
     for signal in SIGNALS:
       if signal in early and early[signal].notna().any():
@@ -170,6 +182,8 @@ def alarm(
   return {
     'failed': sorted(failed),
     'named': named,
+    'now': now,
+    'peaks': peaks,
     # Without a failure there is nothing to name, and only a false alarm to see.
     'holds': failed == soon == ever if failed or ever else None,
     'signals': {

@@ -376,6 +376,18 @@ def test_the_alarm_has_to_name_the_failed_and_no_others():
   found = guards.alarm(metrics, failed)
   assert found['holds'] and found['failed'] == ['a/1', 'a/3']
   assert found['named'] == {'a/0': None, 'a/1': 9, 'a/2': None, 'a/3': 4}
+  # Of these metrics the alarm says nothing without `gained`.
+  assert found['now'] == dict.fromkeys(metrics)
+  assert found['peaks'] == pytest.approx(
+    {'a/0': 0.1, 'a/1': 0.5, 'a/2': 0.2, 'a/3': 0.4}
+  )
+  gaining = {
+    k: f.assign(**{'reward/vote/gained': 0.1}) for k, f in metrics.items()
+  }
+  gaining['a/1'].loc[:9, guards.LOST] = 0.1
+  again = guards.alarm(gaining, failed)['now']
+  # Three of the five steps up to the 12th are above the limit.
+  assert again == {'a/0': None, 'a/1': 12, 'a/2': None, 'a/3': None}
   lost = found['signals']['reward/vote/lost']
   np.testing.assert_allclose(lost.pop('failed'), [0.4, 0.5])
   np.testing.assert_allclose(lost.pop('others'), [0.1, 0.2])
