@@ -27,7 +27,8 @@ Arguments:
   label    majority; controls: golds (the upper bound), random (a uniform choice
            among the different answers), random_vote (a uniform choice among
            the votes); votes that are to keep a majority from turning wrong
-           (rewards/guarded.py): found, covered (generated worlds), restrain
+           (rewards/guarded.py): found, covered (generated worlds), restrain;
+           compared in experiments/ttrl/README.md
   start    the folder of an evaluation of the start, with samples of each
            question: steps then say what has changed since, and `restrain` needs
            it (experiments/ttrl/start.py has the command)
