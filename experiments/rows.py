@@ -7,8 +7,8 @@
 --row names a module with ROW, a `Row`: a sweep (searchrl_jax/sweep/core.py)
 with bars. Arms of one world share a retrieval server. Runs that the JSON has
 already, from another machine or --workdir, are left out while their configs are
-the same, so that a table can be run in pieces: commit the JSON after each. It
-has the results so far, of all arms:
+the same, so that a table can be run in pieces: commit the JSON after each. One
+whose runs would be lost is not written. It has the results so far, of all arms:
 
   environment, command
   warm   name -> seed -> {seconds, commit}
@@ -30,6 +30,7 @@ import functools
 import hashlib
 import json
 import pathlib
+from typing import Any
 
 from absl import flags
 from ml_collections import ConfigDict
@@ -84,13 +85,22 @@ def of_run(row: Sweep, stage: str) -> str:
     for one, case in map(row.stage, core.before(row, stage))
   ]
   evaluations = {name: _named(fn) for name, fn in arm.evaluations.items()}
-  return _hashed([configs, arm.loop, evaluations])
+  loop = arm.loop if arm.train else ''
+  return _hashed([configs, loop, evaluations])
 
 
-def _named(fn) -> list | str:
-  if isinstance(fn, functools.partial):
-    return [_named(fn.func), fn.args, fn.keywords]
-  return f'{fn.__module__}.{fn.__qualname__}'
+def _named(x) -> Any:
+  if isinstance(x, functools.partial):
+    return [*map(_named, (x.func, *x.args)), x.keywords]
+  if not callable(x):
+    return x
+  name = f'{x.__module__}.{x.__qualname__}'
+  lookup.require(
+    '<' not in name,
+    f'evaluation {name}: its name does not say what it does; use a function of '
+    'a module, or functools.partial of one',
+  )
+  return name
 
 
 def _hashed(content) -> str:
@@ -103,21 +113,28 @@ def earlier(row: Row, out: str) -> dict[str, dict]:
 
   Returns:
     'arms', 'again': arm -> case -> figures, of seeds that the table lists and
-    of others, without those that `of_run` names otherwise now. 'warm': as in
-    the JSON.
+    of others, without those that `of_run` names otherwise now, which 'stale'
+    lists. 'warm': as in the JSON.
   """
   path = pathlib.Path(out)
   known = json.loads(path.read_text()) if path.is_file() else {}
   every = known.get('arms', {}), known.get('replication', {}).get('arms', {})
-  found: dict[str, dict] = {'arms': {}, 'again': {}}
+  found: dict = {'arms': {}, 'again': {}, 'stale': []}
   found['warm'] = known.get('warm', {})
-  for arm in row.arms:
-    for of in every:
-      for case, about in of.get(arm.name, {}).get('seeds', {}).items():
-        if about.get('config') == of_run(row, f'arms/{arm.name}/{case}'):
-          listed = row.purpose(arm, case) == core.REPORT
-          own = found['arms' if listed else 'again']
-          own.setdefault(arm.name, {})[case] = about
+  arms = {arm.name: arm for arm in row.arms}
+  for name, case, about in (
+    (name, case, about)
+    for of in every
+    for name, own in of.items()
+    for case, about in own['seeds'].items()
+  ):
+    stage = f'arms/{name}/{case}'
+    if name in arms and about.get('config') == of_run(row, stage):
+      listed = row.purpose(arms[name], case) == core.REPORT
+      own = found['arms' if listed else 'again']
+      own.setdefault(name, {})[case] = about
+    else:
+      found['stale'].append(stage)
   return found
 
 
@@ -188,13 +205,22 @@ def run(module: str, out: str, pieces: bool = True, **by: str) -> None:
   """
   folder = pathlib.Path(flags.FLAGS.workdir)
   row, environment = core.load(module), common.environment()
-  known = earlier(row, out) if pieces else {}
+  known = earlier(row, out)
   kept = {
     f'arms/{arm}/{case}'
     for seeds in ('arms', 'again')
-    for arm, own in known.get(seeds, {}).items()
+    for arm, own in known[seeds].items()
     for case in own
   }
+  stale = known['stale']
+  if not pieces:
+    known, stale, kept = {}, [*stale, *kept], set()
+  gone = [s for s in stale if not (folder / s / 'done.json').exists()]
+  lookup.require(
+    not gone,
+    f'{out} would lose runs that are not in --workdir, and had other configs, '
+    f'or none on record: {", ".join(gone)}; give another --out, or remove it',
+  )
   chosen = sweep.chosen(row, flags.FLAGS.only, flags.FLAGS.seeds)
   planned = core.needed(row, chosen, kept)
   results = lambda: write(row, folder, out, environment, known=known, **by)

@@ -56,18 +56,18 @@ def on(name: str, fields: Mapping[str, Any] | None = None, **of):
 
   of: of the set, such as module='baselines'.
   """
+  return functools.partial(_evaluate, name, of, dict(fields or {}))
 
-  def run(config, workdir, out):
-    changed = config.copy_and_resolve_references()
-    changed.data.eval = asked(name, **of)
-    changed.eval.questions = 0
-    changed.update_from_flattened_dict(dict(fields or {}))
-    if changed.source.module != 'service':
-      corpus = changed.source.corpus
-      changed.source.corpus = data.resolve(corpus, changed.data)
-    return evaluate.evaluate(changed, workdir, out)
 
-  return run
+def _evaluate(name: str, of: dict, fields: dict, config, workdir, out):
+  changed = config.copy_and_resolve_references()
+  changed.data.eval = asked(name, **of)
+  changed.eval.questions = 0
+  changed.update_from_flattened_dict(fields)
+  if changed.source.module != 'service':
+    corpus = changed.source.corpus
+    changed.source.corpus = data.resolve(corpus, changed.data)
+  return evaluate.evaluate(changed, workdir, out)
 
 
 def learning(c: ConfigDict, module: str, n: int) -> ConfigDict:
@@ -82,7 +82,11 @@ def learning(c: ConfigDict, module: str, n: int) -> ConfigDict:
 
 def first(run: core.Evaluation) -> core.Evaluation:
   """Of seed 0 alone: these take an hour, and no interval is over seeds."""
-  return lambda config, *folders: {} if config.seed else run(config, *folders)
+  return functools.partial(_first, run)
+
+
+def _first(run: core.Evaluation, config, workdir, out):
+  return {} if config.seed else run(config, workdir, out)
 
 
 def controls(config, workdir, out):

@@ -19,8 +19,8 @@ runs of `majority`); results.json also has
             and a mean of at least that of the start + GAIN. `failed`: how many
             are at 0, and a 95 % interval (Clopper and Pearson) of the share;
             `than_majority`: the paired difference, and the p of McNemar's exact
-            test that as many fail. Where `majority` never fails, that a guard
-            holds does not say that it guards
+            test that as many fail (null: the same do). Where `majority` never
+            fails, that a guard holds does not say that it guards
   alarm     of the runs of each arm on atlas, and of all: `failed` (those at 0),
             `named` (run -> the first step with alarm/votes), and whether the
             alarm names all failed ones within WITHIN steps, and no other.
@@ -31,8 +31,7 @@ runs of `majority`); results.json also has
             whether a threshold separates them, and of one arm the probability
             that one of the signals would, if seeds failed at random
 
-About 70 minutes on two cores for atlas and 25 for the small form, by figures of
-earlier runs (README.md).
+About an hour on two cores for atlas and 20 minutes for the small form.
 """
 
 from collections.abc import Mapping
@@ -141,7 +140,7 @@ def verdict(
     'failed': [len(lost), share.low, share.high],
     'than_majority': {
       'difference': than and than._asdict(),
-      'p': stats.binomtest(sum(alone), len(alone)).pvalue if alone else 1.0,
+      'p': stats.binomtest(sum(alone), len(alone)).pvalue if alone else None,
     },
     'complete': complete,
     'holds': complete and lowest >= ZERO and gain.mean >= GAIN,

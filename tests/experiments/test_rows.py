@@ -274,7 +274,7 @@ def test_a_table_runs_in_pieces_of_its_json(tmp_path):
     return row_of(arm('a', 'warm'), warm={'warm': rows.Start(later)})
 
   row, out = of(), tmp_path / 'results.json'
-  none = {'arms': {}, 'again': {}, 'warm': {}}
+  none = {'arms': {}, 'again': {}, 'stale': [], 'warm': {}}
   assert rows.earlier(row, str(out)) == rows.earlier(row, '') == none
   complete(row, tmp_path / 'here', 'arms/a/0', 0.0, 0.75)
   rows.write(row, tmp_path / 'here', str(out), {})
@@ -296,13 +296,35 @@ def test_a_table_runs_in_pieces_of_its_json(tmp_path):
     found = rows.write(row, tmp_path / folder, str(out), {}, known=known)
     assert [*found['arms']['a']['seeds']] == ['0', '1']
     assert [*found['replication']['arms']['a']['seeds']] == ['11']
-  assert rows.earlier(row, str(out))['arms']['a'] == found['arms']['a']['seeds']
+  again = rows.earlier(row, str(out))
+  assert again['arms']['a'] == found['arms']['a']['seeds']
+  assert again['stale'] == []
   # From another warm start, or evaluated otherwise, a run is another.
-  assert rows.earlier(of(**{'sft.steps': 3}), str(out))['arms'] == {}
+  again = rows.earlier(of(**{'sft.steps': 3}), str(out))
+  assert again['arms'] == {}
+  assert again['stale'] == [f'arms/a/{seed}' for seed in (0, 1, 11)]
   short = {'after': rows.evaluation({'env.max_turn_tokens': 4})}
   asked = dataclasses.replace(row.arms[0], evaluations=short)
   asked = dataclasses.replace(row, arms=(asked,))
   assert rows.earlier(asked, str(out))['arms'] == {}
+  unnamed = dataclasses.replace(
+    row.arms[0], evaluations={'after': lambda *_: {}}
+  )
+  with pytest.raises(ConfigError, match='its name does not say'):
+    rows.earlier(dataclasses.replace(row, arms=(unnamed,)), str(out))
+
+
+def test_a_table_whose_runs_would_be_lost_is_not_written(tmp_path):
+  out = tmp_path / 'results.json'
+  runs = {
+    'seeds': {'0': {'seconds': {}, 'values': {'after': {'eval/em': 1.0}}}}
+  }
+  records.write_json(out, {'arms': {'trained': runs}})
+  flags = f'--row={MODULE}', f'--workdir={tmp_path / "runs"}', f'--out={out}'
+  done = here.run('experiments.rows', *flags)
+  assert done.returncode == 2, done.stderr
+  assert f'{out} would lose runs' in done.stderr and 'trained/0' in done.stderr
+  assert json.loads(out.read_text()) == {'arms': {'trained': runs}}
 
 
 def test_a_bar_needs_all_seeds(tmp_path):

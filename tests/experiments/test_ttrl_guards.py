@@ -350,7 +350,7 @@ def test_the_bar():
   than = found['than_majority']
   assert than['difference']['mean'] == pytest.approx(0.1) and than['p'] == 0.5
   assert not guards.verdict(two_lost, two_lost)['holds']  # whatever the mean
-  assert guards.verdict(two_lost, two_lost)['than_majority']['p'] == 1.0
+  assert guards.verdict(two_lost, two_lost)['than_majority']['p'] is None
   flat = {n: own | {guards.HARD: 0.25} for n, own in runs.items()}
   assert not guards.verdict(flat, runs)['holds']
   seven = {n: own for n, own in runs.items() if n != '7'}
