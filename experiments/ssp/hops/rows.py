@@ -17,6 +17,8 @@ solvers have read how a question came about.
   path        difficulty, with the construction path as the solver's teacher
   others      path, with the path of another question: a control
   shuffled    difficulty, with the number of another proposal: a control
+  alone       difficulty, whose verifier reads the proposal's evidence alone
+  unverified  difficulty, where what keeps the rules stands
 
 Values: those of experiments/arena/recipes.py, 'gain/...' (after - before) and
 'game/...'. The bars are about `difficulty` and `path`: the true hops of the
@@ -54,6 +56,8 @@ ARMS: Mapping[str, tuple[str, Mapping]] = {
   'path': ('path=0.5', _SEARCHED | _LINEAR),
   'others': ('path=0.5', _SEARCHED | _LINEAR | {'teacher.others': True}),
   'shuffled': ('', _SEARCHED | _LINEAR | {'selfplay.hops.shuffled': True}),
+  'alone': ('', _SEARCHED | _LINEAR | {'selfplay.noise': 0}),
+  'unverified': ('', _SEARCHED | _LINEAR | {'selfplay.verifier': 'none'}),
 }
 
 
