@@ -430,6 +430,8 @@ def _tell_path(c, a):
   core.make_room(c)
   c.algorithm.aggregation = 'token'  # which the teacher's distance needs
   c.teacher.context = 'experiments.ssp.game.told_path'
+  # A teacher with the policy's own weights follows it wherever it drifts.
+  c.teacher.weights = 'frozen'
   c.teacher.columns.update(k=20, distance='reverse', coef=a.path)
   if not a.model:
     _behaviour(c).told = 0.1

@@ -515,6 +515,9 @@ def test_the_arms_can_run_and_share_a_start():
   of = {name: rows.ROW.arm(name).config(0) for name in rows.ARMS}
   assert of['frozen'].selfplay.frozen and not of['asked'].selfplay.frozen
   assert of['shuffled'].selfplay.hops.shuffled and of['others'].teacher.others
+  assert of['path'].teacher.weights == 'live'
+  for name in ('path-frozen', 'others-frozen'):  # what path=... says
+    assert of[name].teacher.weights == 'frozen'
   hops = of['dr_zero'].selfplay.hops
   assert (hops.searched, hops.term, hops.weight) == (False, 'searches', 0.5)
   assert rows.ROW.start('asked').config(0).sft.data.roles.told > 0
@@ -529,7 +532,7 @@ def test_the_bars():
       'game/oracle_valid_last': 0.8,
       'gain/2hop/em': gain,
       'gain/hard/em': gain,
-      'hard/em': 0.1 + gain * (arm != 'others'),
+      'hard/em': 0.1 + gain,
     }
     named = {
       str(i): {
@@ -541,12 +544,12 @@ def test_the_bars():
 
   found = table.judge(rows.ROW.bars, {arm: seeds(arm) for arm in rows.ARMS})
   held = {bar['name']: bar['holds'] for bar in found}
-  assert not held.pop('difficulty_stand') and not held.pop('path_stand')
+  assert not any(held.pop(f'{arm}_stand') for arm in rows.CLAIMED)
   assert len(held) == 12 and all(held.values())
   of = {bar['name']: bar['value'] for bar in found}
   # .1 + .01 x (0 1 2 3): mean .115, deviation .01291, t(3) 3.1824:
   # .115 - 3.1824 x .01291 / 2.
-  assert of['path_hard'] == pytest.approx(0.09446, abs=1e-4)
+  assert of['path-frozen_hard'] == pytest.approx(0.09446, abs=1e-4)
   assert of['difficulty_vs_frozen'] == pytest.approx(0.1)
   assert table.judge(rows.ROW.bars, {})[0]['value'] is None
 

@@ -14,19 +14,22 @@ solvers have read how a question came about.
   oracle      searched, and half of min(true hops / n, 1) is
   difficulty  searched, with linear_difficulty in place of 4 s (1 - s)
   dr_zero     term with linear_difficulty: the reward of Dr. Zero
-  path        difficulty, with the construction path as the solver's teacher
+  path        difficulty, with the construction path as the solver's teacher,
+              whose weights are the solver's own
   others      path, with the path of another question: a control
+  path-frozen, others-frozen
+              the same, with the solver's first weights and a smaller weight
   shuffled    difficulty, with the number of another proposal: a control
   alone       difficulty, whose verifier reads the proposal's evidence alone
   unverified  difficulty, where what keeps the rules stands
 
 Values: those of experiments/arena/recipes.py, 'gain/...' (after - before) and
-'game/...'. The bars are about `difficulty` and `path`: the true hops of the
-last five steps, the share of their proposals that stands, the share of these
-that is valid, the low ends of the intervals of the gains on two hops, and on
-three and four, and the difference from `frozen`. Controls: a number that does
-not count must keep nobody from one hop, the path of another question must teach
-less.
+'game/...'. The bars are about `difficulty` and `path-frozen`: the true hops of
+the last five steps, the share of their proposals that stands, the share of
+these that is valid, the low ends of the intervals of the gains on two hops, and
+on three and four, and the difference from `frozen`. Controls: a number that
+does not count must keep nobody from one hop, the path of another question must
+teach less.
 """
 
 from collections.abc import Mapping
@@ -38,12 +41,13 @@ from experiments.ssp import rows as ssp
 from searchrl_jax.sweep import core
 
 SEEDS = (0, 1, 2, 3)
-CLAIMED = ('difficulty', 'path')
+CLAIMED = ('difficulty', 'path-frozen')
 KINDS = ('1hop', '2hop', 'hard', 'all')
 
 _SEARCHED = {'selfplay.hops.searched': True}
 _TERM = {'selfplay.hops.term': 'searches'}
 _LINEAR = {'selfplay.reward': 'linear_difficulty'}
+_LIVE, _OTHERS = {'teacher.weights': 'live'}, {'teacher.others': True}
 # Name -> (further arguments of the recipe, fields).
 ARMS: Mapping[str, tuple[str, Mapping]] = {
   'frozen': ('arm=frozen', _SEARCHED),
@@ -53,8 +57,10 @@ ARMS: Mapping[str, tuple[str, Mapping]] = {
   'oracle': ('', _SEARCHED | {'selfplay.hops.term': 'oracle'}),
   'difficulty': ('', _SEARCHED | _LINEAR),
   'dr_zero': ('', _TERM | _LINEAR),
-  'path': ('path=0.5', _SEARCHED | _LINEAR),
-  'others': ('path=0.5', _SEARCHED | _LINEAR | {'teacher.others': True}),
+  'path': ('path=0.5', _SEARCHED | _LINEAR | _LIVE),
+  'others': ('path=0.5', _SEARCHED | _LINEAR | _LIVE | _OTHERS),
+  'path-frozen': ('path=0.1', _SEARCHED | _LINEAR),
+  'others-frozen': ('path=0.1', _SEARCHED | _LINEAR | _OTHERS),
   'shuffled': ('', _SEARCHED | _LINEAR | {'selfplay.hops.shuffled': True}),
   'alone': ('', _SEARCHED | _LINEAR | {'selfplay.noise': 0}),
   'unverified': ('', _SEARCHED | _LINEAR | {'selfplay.verifier': 'none'}),
@@ -120,7 +126,10 @@ ROW = rows.Row(
       strict=True,
     ),
     rows.Bar(
-      'path_vs_others', low('path', 'hard/em', 'others'), 0.0, strict=True
+      'path_vs_others',
+      low('path-frozen', 'hard/em', 'others-frozen'),
+      0.0,
+      strict=True,
     ),
   ],
   scores=[*measure.SCORES, *measure.TRAINING, *ssp.ROW.scores],
