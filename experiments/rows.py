@@ -5,10 +5,10 @@
     [--only=grpo,ppo] [--seeds=0] [--parallel=2]
 
 --row names a module with ROW, a `Row`: a sweep (searchrl_jax/sweep/core.py)
-with bars. Arms of one world share a retrieval server. Runs that the JSON has
-already, from another machine or --workdir, are left out while their configs are
-the same, so that a table can be run in pieces: commit the JSON after each. One
-whose runs would be lost is not written. It has the results so far, of all arms:
+with bars. Arms of one world share a retrieval server. With --keep, runs that
+the JSON has already, from another machine or --workdir, are left out and stay
+in it while their configs are the same, so that a table can be run in pieces:
+commit the JSON after each. It has the results so far, of all arms:
 
   environment, command
   warm   name -> seed -> {seconds, commit}
@@ -104,7 +104,7 @@ def _named(x) -> Any:
 
 
 def _hashed(content) -> str:
-  text = json.dumps(content, sort_keys=True, default=str)
+  text = json.dumps(content, sort_keys=True)
   return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -197,29 +197,33 @@ def columns(row: Row, arms: Mapping[str, dict]) -> list[str]:
   ]
 
 
-def run(module: str, out: str, pieces: bool = True, **by: str) -> None:
+def run(module: str, out: str, keep: bool = False, **by: str) -> None:
   """Runs what the flags of `runner.define_flags` choose; prints the table.
 
-  The arguments are those of `write`, and the module of the table. pieces:
-  whether what `out` has already is left out.
+  The arguments are those of `write`, and the module of the table. keep: whether
+  the runs that `out` has already are left out, and stay in it.
+
+  Raises:
+    ConfigError: some of these had other configs, and would be lost.
   """
   folder = pathlib.Path(flags.FLAGS.workdir)
   row, environment = core.load(module), common.environment()
-  known = earlier(row, out)
+  known = earlier(row, out if keep else '')
   kept = {
     f'arms/{arm}/{case}'
     for seeds in ('arms', 'again')
     for arm, own in known[seeds].items()
     for case in own
   }
-  stale = known['stale']
-  if not pieces:
-    known, stale, kept = {}, [*stale, *kept], set()
-  gone = [s for s in stale if not (folder / s / 'done.json').exists()]
+  gone = [
+    stage
+    for stage in known['stale']
+    if not (folder / stage / 'done.json').exists()
+  ]
   lookup.require(
     not gone,
-    f'{out} would lose runs that are not in --workdir, and had other configs, '
-    f'or none on record: {", ".join(gone)}; give another --out, or remove it',
+    f'--keep: {out} has runs that had other configs, or none on record: '
+    f'{", ".join(gone)}; give another --out, or remove them from it',
   )
   chosen = sweep.chosen(row, flags.FLAGS.only, flags.FLAGS.seeds)
   planned = core.needed(row, chosen, kept)
@@ -250,4 +254,7 @@ if __name__ == '__main__':
   _ROW = flags.DEFINE_string('row', None, 'Module with ROW.', required=True)
   _OUT = flags.DEFINE_string('out', '', 'JSON file to write.')
   sweep.define_flags()
-  command.run(lambda: run(_ROW.value, _OUT.value))
+  _KEEP = flags.DEFINE_bool(
+    'keep', False, 'Leave out the runs that --out has, and keep them in it.'
+  )
+  command.run(lambda: run(_ROW.value, _OUT.value, _KEEP.value))

@@ -204,6 +204,11 @@ class Batch:
     return tuple(self.first + seed for seed in REPORTING)
 
   @property
+  def few(self) -> tuple[int, ...]:
+    """Of what no claim is about."""
+    return self.reporting[: len(FEW)]
+
+  @property
   def claims(self) -> tuple[Claim, ...]:
     return tuple(claim for row in self.methods for claim in row.claims)
 
@@ -218,8 +223,8 @@ class Batch:
   ) -> dict[str, tuple[Callable[[], Iterator[Plan]], tuple[int, ...]]]:
     """Name -> its plans, and its seeds."""
     seeds = dict(assay=ASSAY, tune=TUNING, confirm=CONFIRMING, pilot=PILOT)
-    reporting, few = self.reporting, self.reporting[: len(FEW)]
-    seeds |= dict(report=reporting, stress=reporting, mixtures=few)
+    seeds |= dict.fromkeys(('report', 'stress'), self.reporting)
+    seeds['mixtures'] = self.few
     return {
       name: (getattr(self, name), seeds[name])
       for name in self.names
@@ -272,7 +277,7 @@ class Batch:
 
   def pilot(self) -> Iterator[Plan]:
     for row in self.methods:
-      seeds = self.reporting[: len(FEW)] if row.aside else ()
+      seeds = self.few if row.aside else ()
       yield Plan(row.name, row, self.tuned(row), seeds=seeds)
 
   def report(self) -> Iterator[Plan]:
@@ -288,7 +293,7 @@ class Batch:
     for row in self.methods:
       for name, fields in row.controls.items():
         arm, seeds = f'{row.name}-{name}', some if row.scale else ()
-        seeds = self.reporting[: len(FEW)] if row.aside else seeds
+        seeds = self.few if row.aside else seeds
         seeds = () if arm in named else seeds
         yield Plan(arm, row, self.tuned(row), fields, seeds=seeds)
     grpo = self.methods[0]
@@ -309,7 +314,7 @@ class Batch:
     needed = {name for c in judged for name in (c.method, c.against)}
     for plan in self.pilot():
       setting = {**plan.setting, 'lr': STRESS}
-      seeds = () if plan.name in needed else self.reporting[: len(FEW)]
+      seeds = () if plan.name in needed else self.few
       if plan.name in needed or not plan.row.aside:
         yield plan._replace(setting=setting, seeds=seeds)
 

@@ -250,8 +250,7 @@ def conclude(folder: pathlib.Path, out: pathlib.Path) -> dict[str, Any]:
 def main():
   out = pathlib.Path(_OUT.value)
   try:
-    # Alarms are of the metrics of all runs, which are in their folders.
-    rows.run(MODULE, str(out / 'results.json'), pieces=False, by=MODULE)
+    rows.run(MODULE, str(out / 'results.json'), by=MODULE)
   finally:
     if (out / 'results.json').exists():
       record = conclude(pathlib.Path(flags.FLAGS.workdir), out)

@@ -199,9 +199,11 @@ def versions(runs: Mapping[str, Mapping]) -> str:
   by_code: dict[str, list[str]] = {}
   for name, about in runs.items():
     if 'code' in about:
-      made = f'{about["code"]} (commit {about["commit"][:8]})'
-      by_code.setdefault(made, []).append(name)
-  parts = [f'{made}: {" ".join(names)}' for made, names in by_code.items()]
+      by_code.setdefault(about['code'], []).append(name)
+  parts = [
+    f'{code} (commit {runs[names[0]]["commit"][:8]}): {" ".join(names)}'
+    for code, names in by_code.items()
+  ]
   return f'Made by different code. {"; ".join(parts)}' if parts[1:] else ''
 
 

@@ -314,16 +314,16 @@ def test_a_table_runs_in_pieces_of_its_json(tmp_path):
     rows.earlier(dataclasses.replace(row, arms=(unnamed,)), str(out))
 
 
-def test_a_table_whose_runs_would_be_lost_is_not_written(tmp_path):
+def test_what_a_table_is_to_keep_and_cannot_is_named(tmp_path):
   out = tmp_path / 'results.json'
   runs = {
     'seeds': {'0': {'seconds': {}, 'values': {'after': {'eval/em': 1.0}}}}
   }
   records.write_json(out, {'arms': {'trained': runs}})
   flags = f'--row={MODULE}', f'--workdir={tmp_path / "runs"}', f'--out={out}'
-  done = here.run('experiments.rows', *flags)
+  done = here.run('experiments.rows', *flags, '--keep')
   assert done.returncode == 2, done.stderr
-  assert f'{out} would lose runs' in done.stderr and 'trained/0' in done.stderr
+  assert f'--keep: {out} has runs' in done.stderr and 'trained/0' in done.stderr
   assert json.loads(out.read_text()) == {'arms': {'trained': runs}}
 
 

@@ -111,6 +111,8 @@ def test_runs_by_different_code_are_named():
   one = dict(commit='0123456789', code='a')
   runs = {'a/0': one, 'a/1': {'commit': 'before the code was named'}}
   assert figures.versions(runs) == ''
+  moved = {'c/0': one | {'commit': 'another'}}  # the same code
+  assert figures.versions(runs | moved) == ''
   assert figures.versions(runs | {'b/0': one | {'code': 'b'}}) == (
     'Made by different code. a (commit 01234567): a/0; b (commit 01234567): b/0'
   )

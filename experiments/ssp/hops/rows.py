@@ -36,7 +36,7 @@ from collections.abc import Mapping
 import functools
 
 from experiments import rows
-from experiments.arena import measure, recipes
+from experiments.arena import recipes
 from experiments.ssp import rows as ssp
 from searchrl_jax.sweep import core
 
@@ -132,7 +132,7 @@ ROW = rows.Row(
       strict=True,
     ),
   ],
-  scores=[*measure.SCORES, *measure.TRAINING, *ssp.ROW.scores],
+  scores=['em', 'searches', *ssp.ROW.scores],
   curves={
     'selfplay/hops': 'true hops of valid questions',
     'selfplay/heeded': 'as many as were asked for',
