@@ -77,7 +77,7 @@ class Board:
       return ''
     path = self._folder / stage / 'after' / 'values.json'
     values = json.loads(path.read_text()) if path.exists() else {}
-    score = next(iter(self._sweep.curves))
+    score = next(iter(self._sweep.curves), '')
     return f'{values[score]:.3f}' if score in values else 'done'
 
   def _cell(self, stage: str) -> str:
