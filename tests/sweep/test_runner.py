@@ -1,5 +1,6 @@
 """A sweep that is killed, an arm that fails, and SLURM's arrays."""
 
+import dataclasses
 import json
 import os
 import pathlib
@@ -250,6 +251,15 @@ def test_the_table_tells_how_far_each_stage_is(tmp_path):
   assert cells == [
     ['warm/warm', 'arms/a'], ['done', '2/5'], ['stopped after 2', '']
   ]  # fmt: skip
+
+
+def test_a_sweep_may_have_no_curves(tmp_path):
+  made = core.sweep(tiny_sweep.config, [('a', {})], seeds=(0,), warm=False)
+  made = dataclasses.replace(made, curves={})
+  tiny_sweep.complete(made, tmp_path, 'arms/a/0', 0.25, 0.5)
+  board = sweep.Board(made, ['arms/a/0'], tmp_path)
+  board.ended('arms/a/0')
+  assert [*board.table().columns[1].cells] == ['done']
 
 
 def test_ctrl_c_lets_processes_save(tmp_path, monkeypatch):
