@@ -15,6 +15,8 @@ import numpy as np
 BINS = 10  # deciles; turns, the last of which counts all later ones too
 MEASURES = ('decile', 'turn')
 SUFFIX = '_by_depth'  # of the name of sums
+MAXIMA = '_by_depth_max'  # of that of maxima
+SUFFIXES = SUFFIX, MAXIMA
 
 
 def bins(mask):
@@ -29,6 +31,22 @@ def bins(mask):
   return jnp.stack([decile, jnp.minimum(turn, BINS - 1)])
 
 
+def _own(mask):
+  """Which masked tokens each bin has, bool [2, BINS, B, T]."""
+  return (bins(mask)[:, None] == jnp.arange(BINS)[:, None, None]) & mask
+
+
+def maxima(mask, value):
+  """The largest of value [B, T] >= 0 over the masked tokens of each bin.
+
+  Returns:
+    float32 [2, 2, BINS], as one of `sums`: of the value and of 1, which says
+    whether the bin has a token; joined by max.
+  """
+  largest = lambda x: jnp.max(jnp.where(_own(mask), x, 0.0), (-2, -1))
+  return jnp.stack([largest(value), largest(1.0)])
+
+
 def sums(mask, **values):
   """Sums of values [B, T] over the masked tokens of each bin.
 
@@ -36,7 +54,7 @@ def sums(mask, **values):
     name + SUFFIX -> float32 [2, 2, BINS]: of the values and of 1, which counts
     the tokens, by each of MEASURES.
   """
-  own = (bins(mask)[:, None] == jnp.arange(BINS)[:, None, None]) & mask
+  own = _own(mask)
   add = lambda x: jnp.sum(jnp.where(own, x, 0.0), (-2, -1))
   tokens = add(1.0)
   deep = lambda x: jnp.stack([add(x.astype(jnp.float32)), tokens])
@@ -45,11 +63,14 @@ def sums(mask, **values):
 
 def means(sums: dict) -> dict[str, float]:
   """Means from joined `sums`: of all tokens (NAME), and of each bin that has
-  some ('NAME/decile=0' to 9, 'NAME/turn=0' to 9)."""
+  some ('NAME/decile=0' to 9, 'NAME/turn=0' to 9). `maxima` are those of bins
+  alone."""
   out = {}
   for key, x in sums.items():
-    name, (values, tokens) = key.removesuffix(SUFFIX), np.asarray(x, np.float64)
-    out[name] = float(values[0].sum() / max(tokens[0].sum(), 1.0))
+    name, (values, tokens) = key.removesuffix(MAXIMA), np.asarray(x, np.float64)
+    if name == key:
+      name = key.removesuffix(SUFFIX)
+      out[name] = float(values[0].sum() / max(tokens[0].sum(), 1.0))
     for of, v, n in zip(MEASURES, values, tokens):
       own = np.flatnonzero(n)
       out |= {f'{name}/{of}={i}': float(v[i] / n[i]) for i in own}

@@ -288,7 +288,8 @@ class Learner:
     # Not every update has tokens at every depth.
     names = dict.fromkeys(name for metrics in per_update for name in metrics)
     found = {k: [m[k] for m in per_update if k in m] for k in names}
-    join = lambda name: np.max if name.endswith('_max') else rewards.mean
+    largest = lambda name: name.partition('/')[0].endswith('_max')
+    join = lambda name: np.max if largest(name) else rewards.mean
     return {name: join(name)(values) for name, values in found.items()}
 
   def _move_teacher(self, step: int) -> None:

@@ -400,8 +400,8 @@ def mismatch(old_logps, behaviour_logps, mask, recorded):
   """What the trainer's log-probs and the engine's differ by, as sums.
 
   Design 5.7. Token ratios are exp(old - behaviour), not truncated; names that
-  end in `_max` are maxima, joined by max (`add`). By depth (`depth.sums`), of
-  the `recorded` tokens [B, T] alone: those whose log-prob the engine recorded;
+  end in `_max` are maxima, joined by max (`add`). By depth (`depth`), of the
+  `recorded` tokens [B, T] alone: those whose log-prob the engine recorded;
   `mismatch_kl` is k3 of KL(engine || trainer).
   """
   d = jnp.where(mask, old_logps - behaviour_logps, 0.0)
@@ -418,6 +418,7 @@ def mismatch(old_logps, behaviour_logps, mask, recorded):
   kl = jnp.expm1(jnp.clip(d, -MAX_LOG_RATIO, MAX_LOG_RATIO)) - d
   deep = {'abs': jnp.abs(d), 'outside': outside, 'kl': kl}
   sums |= depth.sums(recorded, **{f'mismatch_{k}': x for k, x in deep.items()})
+  sums[f'mismatch_max{depth.MAXIMA}'] = depth.maxima(recorded, jnp.abs(d))
   return jax.lax.stop_gradient(sums)
 
 
@@ -473,7 +474,7 @@ def summarise(sums: dict) -> dict[str, float]:
   what begins with `foreign_` over the others, whose share is `foreign`. Sums by
   depth become `depth.means`.
   """
-  deep = {k: sums[k] for k in sums if k.endswith(depth.SUFFIX)}
+  deep = {k: sums[k] for k in sums if k.endswith(depth.SUFFIXES)}
   sums = {k: float(v) for k, v in sums.items() if k not in deep}
   n = max(sums['tokens'], 1.0)
   mixes, sampled = 'sampled' in sums, sums.pop('sampled', sums['tokens'])

@@ -94,7 +94,7 @@ def test_a_trajectory_may_be_cut_anywhere(fields):
   for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
     np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
   for name, value in sums.items():
-    again, deep = more[name], name.endswith(depth.SUFFIX)
+    again, deep = more[name], name.endswith(depth.SUFFIXES)
     if deep:  # deciles alone: a turn ends where its context does
       value, again = value[:, 0], again[:, 0]
     atol = deep * 1e-5  # a bin may have one token, with hardly a difference

@@ -42,6 +42,12 @@ def test_means_golden():
     np.testing.assert_allclose(found[k], v, atol=2e-5, err_msg=k)
   np.testing.assert_allclose(out['mismatch_abs/turn=1'], 0.3, rtol=1e-6)
   np.testing.assert_allclose(out['mismatch_abs/turn=0'], 0.1, rtol=1e-6)
+  largest = {k: v for k, v in out.items() if k.startswith('mismatch_max')}
+  wanted = {'': 0.3, '/decile=0': 0.2, '/decile=3': 0.1, '/decile=6': 0.3}
+  wanted |= {'/turn=0': 0.2, '/turn=1': 0.3}
+  assert largest.keys() == {f'mismatch_max{k}' for k in wanted}
+  for k, v in wanted.items():
+    np.testing.assert_allclose(largest[f'mismatch_max{k}'], v, rtol=1e-6)
   assert out['mismatch_outside/turn=1'] == 1.0
   np.testing.assert_allclose(out['mismatch_outside/turn=0'], 2 / 3)
 
@@ -66,3 +72,19 @@ def test_a_small_difference_is_no_rounding():
   sums = losses.mismatch(d, 0 * d, mask, mask)
   out = losses.summarise(dict(sums) | {'tokens': 4.0})
   np.testing.assert_allclose(out['mismatch_kl'], 5e-9, rtol=1e-2)
+
+
+def test_maxima_of_microbatches_are_joined_by_max():
+  d = jnp.array([[0.1, 0.0, -0.3], [0.2, 0.0, 0.0]], jnp.float32)
+  mask = jnp.array([[1, 0, 1], [1, 0, 0]], bool)
+  parts = [
+    losses.mismatch(d[i], 0 * d[i], mask[i], mask[i])
+    for i in (slice(0, 1), slice(1, 2))
+  ]
+  whole = losses.mismatch(d, 0 * d, mask, mask)
+  joined = losses.add(*parts)
+  name = f'mismatch_max{depth.MAXIMA}'
+  np.testing.assert_array_equal(joined[name], whole[name])
+  assert losses.summarise(joined | {'tokens': 3.0})['mismatch_max/turn=1'] == (
+    np.float32(0.3)
+  )
