@@ -6,9 +6,9 @@
 
 Methods of 2026 that ask the policy, or a copy of it, about what it has sampled,
 and others of that year. Worlds, questions and seeds are those of the first
-batch, but for those that are reported; a share of the warm start has hints
-(hinted.py), for all arms. Rows without a claim have three seeds and default
-settings.
+batch, but for those that are reported; half of the warm start has hints
+(hinted.py), for all arms, and its first part is twice as long. Rows without a
+claim have three seeds and default settings.
 """
 
 from ml_collections import ConfigDict
@@ -19,7 +19,7 @@ from experiments.arena.arms import FOLDER
 from experiments.arena.plans import Method
 from experiments.arena.verdicts import MARGIN, Claim
 
-SHARE = 0.25  # of the warm start
+SHARE = 0.5  # of the warm start
 _OTHERS = {'others': {'teacher.others': True}}
 _COPIES = 'every=5'  # of 20 steps
 
@@ -27,6 +27,9 @@ _COPIES = 'every=5'  # of 20 steps
 def start(mix: str, seed: int) -> ConfigDict:
   c = recipe.get_config(f'mix={mix},seed={seed}')
   c.sft.data.module, c.sft.data.hinted = 'experiments.arena.hinted', SHARE
+  if mix == 'skills':
+    data = c.sft.data
+    data.n, data.worlds, c.sft.steps = 2 * data.n, 2 * data.worlds, 1400
   hinted.make_room(c)
   return c
 

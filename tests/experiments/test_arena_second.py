@@ -58,7 +58,7 @@ def test_configs_have_digests_of_their_own(report):
 
 def test_a_digest_says_which_warm_start_an_arm_has(report, monkeypatch):
   before = run.digest(report, 'grpo', '0')
-  monkeypatch.setattr(second, 'SHARE', 0.5)
+  monkeypatch.setattr(second, 'SHARE', 0.25)
   assert run.digest(report, 'grpo', '0') != before
 
 
