@@ -124,7 +124,7 @@ METHODS = (
   _aside('rl_plus'),
   _aside('critique_grpo'),
   _aside('seele'),
-  _aside('score', evaluation=measure.attempted),
+  _aside('score', arg=f'first={STEPS // 2}', evaluation=measure.attempted),
   _aside('echo'),
   _aside('clip', 'clip_delta', 'kind=clip'),
   _aside('delta', 'clip_delta', 'kind=delta'),
