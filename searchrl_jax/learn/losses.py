@@ -390,9 +390,11 @@ def distance(log_s, log_t, kind: str, alpha: float):
 def _with_rest(log_p):
   """Log-probs [..., K] -> [..., K + 1], the last of what is left."""
   known = jnp.sum(jnp.exp(log_p), -1, keepdims=True)
-  # At least 1e-6, with the gradient of what it is.
-  known = known - jax.lax.stop_gradient(jnp.maximum(known - (1 - 1e-6), 0.0))
-  rest = jnp.log1p(-known)
+  # At least 1e-6, with the gradient of what it is. A token without a teacher
+  # has K of 0, and a sum of K.
+  held = jax.lax.stop_gradient(jnp.minimum(known, 1 - 1e-6))
+  moved = (known - jax.lax.stop_gradient(known)) / (1 - held)
+  rest = jnp.log1p(-held) - moved
   return jnp.concatenate([log_p, rest], -1)
 
 

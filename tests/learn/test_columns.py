@@ -206,6 +206,16 @@ def test_gradients_to_logits_are_the_known_ones(kind):
   np.testing.assert_allclose(found, wanted[kind], atol=2e-5)
 
 
+@pytest.mark.parametrize('kind', losses.DISTANCES)
+@pytest.mark.parametrize('k', [1, 20, 100, 128])
+def test_a_token_without_a_teacher_is_finite(kind, k):
+  """Its K ids are 0, and so are its K log-probs; its weight is 0, too."""
+  own, none = jnp.full((1, 1, k), jnp.log(0.7)), jnp.zeros((1, 1, k))
+  far = lambda own: losses.distance(own, none, kind, 0.5).sum()
+  value, gradient = jax.value_and_grad(far)(own)
+  assert np.isfinite(value) and np.isfinite(gradient).all()
+
+
 def test_equal_distributions_have_no_distance_and_no_nan():
   c = config('own', **{'teacher.context_kw': {}})
   batch = by_hand.step()
