@@ -7,7 +7,8 @@
 Methods of 2026 that ask the policy, or a copy of it, about what it has sampled,
 and others of that year. Worlds, questions and seeds are those of the first
 batch, but for those that are reported; half of the warm start has hints
-(hinted.py), for all arms, and its first part is twice as long. Rows without a
+(hinted.py), for all arms, and its first part is twice as long; from there GRPO
+learns all in 20 steps, so arms have half of them (../LOG.md). Rows without a
 claim have three seeds and default settings.
 """
 
@@ -20,7 +21,7 @@ from experiments.arena.plans import Method
 from experiments.arena.verdicts import MARGIN, Claim
 
 SHARE = 0.5  # of the warm start
-STEPS = 10
+STEPS = recipe.get_config().train.steps // 2
 _OTHERS = {'others': {'teacher.others': True}}
 _COPIES = 'every=5'  # of STEPS
 
@@ -29,14 +30,14 @@ def start(mix: str, seed: int) -> ConfigDict:
   c = recipe.get_config(f'mix={mix},seed={seed}')
   c.sft.data.module, c.sft.data.hinted = 'experiments.arena.hinted', SHARE
   if mix == 'skills':
-    data = c.sft.data
-    data.n, data.worlds, c.sft.steps = 2 * data.n, 2 * data.worlds, 1400
+    data, c.sft.steps = c.sft.data, 2 * c.sft.steps
+    data.n, data.worlds = 2 * data.n, 2 * data.worlds
   hinted.make_room(c)
   return c
 
 
 def change(config: ConfigDict, row: Method) -> None:
-  """Of all arms: half of the base recipe's steps, before any has learnt all."""
+  """What all arms have in common, beside their start."""
   del row
   hinted.see_far(config)
   config.train.steps = STEPS

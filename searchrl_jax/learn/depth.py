@@ -36,15 +36,16 @@ def _own(mask):
   return (bins(mask)[:, None] == jnp.arange(BINS)[:, None, None]) & mask
 
 
-def maxima(mask, value):
-  """The largest of value [B, T] >= 0 over the masked tokens of each bin.
+def maxima(mask, **values):
+  """The largest of values [B, T] >= 0 over the masked tokens of each bin.
 
   Returns:
-    float32 [2, 2, BINS], as one of `sums`: of the value and of 1, which says
-    whether the bin has a token; joined by max.
+    name + MAXIMA -> as of `sums`, but for maxima, of the values and of 1.
   """
-  largest = lambda x: jnp.max(jnp.where(_own(mask), x, 0.0), (-2, -1))
-  return jnp.stack([largest(value), largest(1.0)])
+  own = _own(mask)
+  largest = lambda x: jnp.max(jnp.where(own, x, 0.0), (-2, -1))
+  both = lambda x: jnp.stack([largest(x), largest(1.0)])
+  return {f'{name}{MAXIMA}': both(x) for name, x in values.items()}
 
 
 def sums(mask, **values):

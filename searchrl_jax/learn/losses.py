@@ -390,11 +390,9 @@ def distance(log_s, log_t, kind: str, alpha: float):
 def _with_rest(log_p):
   """Log-probs [..., K] -> [..., K + 1], the last of what is left."""
   known = jnp.sum(jnp.exp(log_p), -1, keepdims=True)
-  # At least 1e-6, with the gradient of what it is. A token without a teacher
-  # has K of 0, and a sum of K.
-  held = jax.lax.stop_gradient(jnp.minimum(known, 1 - 1e-6))
-  moved = (known - jax.lax.stop_gradient(known)) / (1 - held)
-  rest = jnp.log1p(-held) - moved
+  # At least 1e-6 (zeros, of no teacher, sum to K), with its true gradient.
+  same, held = jax.lax.stop_gradient((known, jnp.minimum(known, 1 - 1e-6)))
+  rest = jnp.log1p(-held) - (known - same) / (1 - held)
   return jnp.concatenate([log_p, rest], -1)
 
 
@@ -420,7 +418,7 @@ def mismatch(old_logps, behaviour_logps, mask, recorded):
   kl = jnp.expm1(jnp.clip(d, -MAX_LOG_RATIO, MAX_LOG_RATIO)) - d
   deep = {'abs': jnp.abs(d), 'outside': outside, 'kl': kl}
   sums |= depth.sums(recorded, **{f'mismatch_{k}': x for k, x in deep.items()})
-  sums[f'mismatch_max{depth.MAXIMA}'] = depth.maxima(recorded, jnp.abs(d))
+  sums |= depth.maxima(recorded, mismatch_max=jnp.abs(d))
   return jax.lax.stop_gradient(sums)
 
 
