@@ -6,10 +6,11 @@
 
 Methods of 2026 that ask the policy, or a copy of it, about what it has sampled,
 and others of that year. Worlds, questions and seeds are those of the first
-batch, but for those that are reported; half of the warm start has hints
-(hinted.py), for all arms, and its first part is twice as long; from there GRPO
-learns all in 20 steps, so arms have half of them (../LOG.md). Rows without a
-claim have three seeds and default settings.
+batch, but for those that are reported. Half of the warm start has hints
+(hinted.py), but for the second part of rows with one of their own, and its
+first part is twice as long; arms have half of the steps: with all, exact credit
+ends where GRPO does (../LOG.md). Rows without a claim have three seeds and
+default settings.
 """
 
 from ml_collections import ConfigDict
@@ -23,7 +24,7 @@ from experiments.arena.verdicts import MARGIN, Claim
 SHARE = 0.5  # of the warm start
 STEPS = recipe.get_config().train.steps // 2
 _OTHERS = {'others': {'teacher.others': True}}
-_COPIES = 'every=5'  # of STEPS
+_COPIES = f'every={STEPS // 4}'
 
 
 def start(mix: str, seed: int) -> ConfigDict:

@@ -43,7 +43,7 @@ def maxima(mask, **values):
     name + MAXIMA -> as of `sums`, but for maxima, of the values and of 1.
   """
   own = _own(mask)
-  largest = lambda x: jnp.max(jnp.where(own, x, 0.0), (-2, -1))
+  largest = lambda x: jnp.max(jnp.where(own, x, 0.0), (-2, -1), initial=0.0)
   both = lambda x: jnp.stack([largest(x), largest(1.0)])
   return {f'{name}{MAXIMA}': both(x) for name, x in values.items()}
 
