@@ -112,9 +112,9 @@ class Method:
     """The arms of its further runs."""
     return tuple(f'{self.name}-{n + 2}' for n in range(self.repeats))
 
-  def trials(self) -> Iterator[dict[str, float]]:
+  def trials(self, kls: tuple[float, ...] = KLS) -> Iterator[dict[str, float]]:
     """Settings to try: the default, and each with one value changed."""
-    values = {'lr': RATES if self.scale else RATES + MORE_RATES, 'kl': KLS}
+    values = {'lr': RATES if self.scale else RATES + MORE_RATES, 'kl': kls}
     if self.scale:
       values['scale'] = self.scale[1]
     yield self.default
@@ -183,10 +183,10 @@ class Batch:
   file: of this package, whose get_sweep has the phases. folder: of tuned.json,
   runs.csv and results. names: of its phases. start: (mixture, seed) -> config
   of a warm start. change: called with the config of each arm, and its row.
-  mixes: of the warm start. first: of the reporting seeds: no batch reports on
-  those of another, whose results have chosen its rows. by_tokens: whether rows
-  with claims have a further baseline that samples as many tokens, where theirs
-  differ by more than ALIKE.
+  mixes: of the warm start. kls: coefficients that the tuning tries. first: of
+  the reporting seeds: no batch reports on those of another, whose results have
+  chosen its rows. by_tokens: whether rows with claims have a further baseline
+  that samples as many tokens, where theirs differ by more than ALIKE.
   """
 
   methods: tuple[Method, ...]
@@ -196,6 +196,7 @@ class Batch:
   start: Callable[[str, int], ConfigDict] = _atlas
   change: Callable[[ConfigDict, Method], None] = lambda config, row: None
   mixes: tuple[str, ...] = MIXES
+  kls: tuple[float, ...] = KLS
   first: int = 0
   by_tokens: bool = False
 
@@ -263,7 +264,7 @@ class Batch:
 
   def tune(self) -> Iterator[Plan]:
     for row in self.rows:
-      for setting in row.trials():
+      for setting in row.trials(self.kls):
         changed = (
           f'{k}={v}' for k, v in setting.items() if v != row.default[k]
         )

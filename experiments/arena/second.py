@@ -157,6 +157,7 @@ SECOND = plans.Batch(
   start=start,
   change=change,
   mixes=(plans.MIX,),
+  kls=plans.KLS[:1],  # none of the others was chosen for any row of the first
   first=300,
   by_tokens=True,
 )
