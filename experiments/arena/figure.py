@@ -6,8 +6,8 @@ From results.json. Left: the paired difference of each claim to more exact match
 over three and four hops, with its interval, the margin shaded; below them, what
 completing the corpus gains, and exact credit. Below a method, in grey, its
 credit shuffled, and exact: as far from it as their paired difference is, which
-has fewer seeds. Right: paired differences to GRPO, over all
-questions, of searches and of exact match.
+has fewer seeds. Right: paired differences to GRPO, over all questions, of
+searches and of exact match; of rows from the same warm start.
 """
 
 import json
@@ -19,7 +19,8 @@ from experiments.arena import plans, results, second
 from searchrl_jax import lookup
 from searchrl_jax.run import command
 
-SHOWN = 'searches, - GRPO', 'exact match, all, - GRPO'  # of ECONOMY
+OUTCOME = 'ppo', 'reinforce_pp', *results.BASES  # no method shapes these
+SHOWN = 'searches - GRPO', 'exact match - GRPO'  # of ECONOMY
 COLORS = {'shown': 'C2', 'contradicted': 'C3', 'equivalent': 'C0'}
 
 
@@ -35,12 +36,17 @@ def draw(batch: plans.Batch, found: dict):
   # Neither the backend nor the layout that a notebook has set.
   from matplotlib.figure import Figure
 
-  figure = Figure(figsize=(7.2, 3.6), layout='constrained')
-  left, *right = figure.subplots(1, 3, width_ratios=(2, 1, 1))
   named = ('arm', 'against', 'metric')
   gains = {tuple(g[name] for name in named): g for g in found['gains']}
+  of_row = lambda x: [gains.get((x, 'grpo', name)) for name in results.ECONOMY]
+  rows = [(row.name, of_row(row.name)) for row in batch.methods]
+  rows = [(name, found) for name, found in rows if all(found)]
+  rows.sort(key=lambda row: -row[1][-1]['mean'])
+  size = 7.2, max(3.6, 0.8 + 0.12 * len(rows))
+  figure = Figure(figsize=size, layout='constrained')
+  left, *right = figure.subplots(1, 3, width_ratios=(2, 1, 1))
   _differences(found, gains, left)
-  _economy(batch, gains, right)
+  _economy(rows, right)
   figure.legend(loc='outside lower left', ncols=8, fontsize=6, frameon=False)
   for axis in left, *right:
     axis.spines[['top', 'right']].set_visible(False)
@@ -91,24 +97,19 @@ def _differences(found: dict, gains, axis) -> None:
   axis.plot([], [], '^', color='0.6', label='exact credit')
 
 
-def _economy(batch: plans.Batch, gains, axes) -> None:
-  """axes: one for each of results.ECONOMY."""
-  rows = [
-    (row, [gains.get((row.name, 'grpo', name)) for name in results.ECONOMY])
-    for row in batch.methods
-  ]
-  rows = [(row, found) for row, found in rows if all(found)]
-  rows.sort(key=lambda pair: -pair[1][-1]['mean'])
+def _economy(rows, axes) -> None:
+  """rows: name and gains of methods. axes: one for each of results.ECONOMY."""
+  names = [name for name, _ in rows]
   for axis, label, *column in zip(
-    axes, SHOWN, *(x for _, x in rows), strict=True
+    axes, SHOWN, *(pair for _, pair in rows), strict=True
   ):
     axis.axvline(0, color='0.5', lw=0.8)
-    for y, ((row, _), gain) in enumerate(zip(rows, column, strict=True)):
-      color = 'C1' if row.scale else 'black'
+    for y, (name, gain) in enumerate(zip(names, column, strict=True)):
+      color = 'black' if name in OUTCOME else 'C1'
       axis.plot(gain['mean'], y, 'o', color=color, ms=3.5)
       if gain['n'] > 1:
         axis.plot((gain['low'], gain['high']), (y, y), color=color, lw=1)
-    axis.set_yticks(range(len(rows)), [row.name for row, _ in rows])
+    axis.set_yticks(range(len(rows)), names)
     axis.tick_params(labelleft=axis is axes[0])
     axis.invert_yaxis()
     axis.set_xlabel(label)

@@ -264,16 +264,20 @@ def seeds_needed(batch: plans.Batch, pilot) -> int | None:
 def gains(batch: plans.Batch, report) -> Iterator[dict[str, Any]]:
   """Paired differences beside the claims: of `arm` - `against`.
 
-  Of each row to BASES on SCORE, ECONOMY and the metrics of its claims, and on
-  SCORE to the baseline that samples as many tokens, if it has one; and on SCORE
-  and the metric of the row's first claim: of the row to its controls, and of
-  these to what the claim is against. Intervals are not corrected.
+  Of each row to BASES, or to the baseline from its own warm start, on SCORE,
+  ECONOMY and the metrics of its claims, and on SCORE to the baseline that
+  samples as many tokens, if it has one; and on SCORE and the metric of the
+  row's first claim: of the row to its controls, and of these to what the claim
+  is against. Intervals are not corrected.
   """
   pairs = []
+  starts = ((row.start, row.name) for row in batch.methods)
+  plain = {start: name for start, name in starts if start != name}
   for row in batch.methods:
+    bases = (plain[row.start],) if row.start else BASES
     claimed = (claim.metric for claim in row.claims)
     for metric in dict.fromkeys((SCORE, *ECONOMY, *claimed)):
-      pairs += [(row.name, x, metric) for x in BASES if x != row.name]
+      pairs += [(row.name, x, metric) for x in bases if x != row.name]
     pairs.append((row.name, f'{batch.methods[0].name}-as-{row.name}', SCORE))
     base = row.goal.against if row.scale else row.name
     for metric in dict.fromkeys((SCORE, row.goal.metric)):

@@ -5,7 +5,7 @@ import collections
 import pytest
 
 from configs.methods import mr_search
-from experiments.arena import hinted, plans, run, second
+from experiments.arena import hinted, plans, results, run, second
 from searchrl_jax import sft
 from searchrl_jax.run import build
 from searchrl_jax.sweep import core
@@ -47,6 +47,29 @@ def test_rows_that_sample_other_numbers_of_tokens_have_a_baseline(report):
     if '-as-' in arm.name
   }
   assert questions == {'grpo-as-mr_search': 42, 'grpo-as-trace': 14}
+
+
+def test_rows_are_compared_with_those_from_the_same_warm_start():
+  report = {
+    name: {'300': {'hard/em': em}}
+    for name, em in {
+      'grpo': 0.4,
+      'sdpo': 0.5,
+      'reseek': 0.7,
+      'reseek-plain': 0.6,
+      'search_r2': 0.2,
+      'grpo-refined': 0.5,
+    }.items()
+  }
+  gains = results.gains(second.SECOND, report)
+  found = {(g['arm'], g['against']): g['mean'] for g in gains}
+  assert found == pytest.approx(
+    {
+      ('sdpo', 'grpo'): 0.1,
+      ('reseek', 'reseek-plain'): 0.1,
+      ('search_r2', 'grpo-refined'): -0.3,
+    }
+  )
 
 
 def test_configs_have_digests_of_their_own(report):
