@@ -3,11 +3,11 @@
   python -m experiments.arena.figure --batch=first
 
 From results.json. Left: the paired difference of each claim to more exact match
-over three and four hops, with its interval, the margin shaded; below them, what
-completing the corpus gains, and exact credit. Below a method, in grey, its
-credit shuffled, and exact: as far from it as their paired difference is, which
-has fewer seeds. Right: paired differences to GRPO, over all questions, of
-searches and of exact match; of rows from the same warm start.
+(over three and four hops, or in training), with its interval, the margin
+shaded; below them, what completing the corpus gains, and exact credit. Below a
+method, in grey, its credit shuffled, and exact: as far from it as their paired
+difference is, which has fewer seeds. Right: paired differences to GRPO, over
+all questions, of searches and of exact match; of rows from the same warm start.
 """
 
 import json
@@ -21,6 +21,7 @@ from searchrl_jax.run import command
 
 OUTCOME = 'ppo', 'reinforce_pp', *results.BASES  # no method shapes these
 SHOWN = 'searches - GRPO', 'exact match - GRPO'  # of ECONOMY
+ON = {'hard/em': '3 and 4 hops', 'run/em': 'in training'}
 COLORS = {'shown': 'C2', 'contradicted': 'C3', 'equivalent': 'C0'}
 
 
@@ -45,7 +46,7 @@ def draw(batch: plans.Batch, found: dict):
   size = 7.2, max(3.6, 0.8 + 0.12 * len(rows))
   figure = Figure(figsize=size, layout='constrained')
   left, *right = figure.subplots(1, 3, width_ratios=(2, 1, 1))
-  _differences(found, gains, left)
+  _differences(found, batch.score, gains, left)
   _economy(rows, right)
   figure.legend(loc='outside lower left', ncols=8, fontsize=6, frameon=False)
   for axis in left, *right:
@@ -55,10 +56,9 @@ def draw(batch: plans.Batch, found: dict):
   return figure
 
 
-def _differences(found: dict, gains, axis) -> None:
+def _differences(found: dict, score: str, gains, axis) -> None:
   claims = [c for c in found['claims'] if c['interval']]
-  claims = [c for c in claims if c['metric'] == results.SCORE]
-  claims = [c for c in claims if not c['within']]
+  claims = [c for c in claims if c['metric'] in ON and not c['within']]
   claims.sort(key=lambda c: (c['method'] == 'grpo', -c['value']))
   axis.axvspan(-found['margin'], found['margin'], color='0.93', lw=0)
   axis.axvline(0, color='0.5', lw=0.8)
@@ -71,25 +71,26 @@ def _differences(found: dict, gains, axis) -> None:
     axis.plot(claim['value'], y, 'o', color=color, mfc=face, ms=5)
     for control, marker in zip(results.FIGURED, 'x^', strict=True):
       arm = f'{claim["method"]}-{control}'
-      gain = gains.get((claim['method'], arm, results.SCORE))
+      gain = gains.get((claim['method'], arm, claim['metric']))
       if gain and claim['phase'] == 'report' and claim['method'] != 'grpo':
         at = claim['value'] - gain['mean']
         axis.plot(at, y + 0.3, marker, color='0.6', ms=3.5)
     stress = f' (lr x {plans.STRESS})' if claim['phase'] == 'stress' else ''
     corpus = claim['method'] == 'grpo'
-    name = f'{claim["method"]}{stress} - {claim["against"]}'
+    other = '' if claim['metric'] == score else f', {ON[claim["metric"]]}'
+    name = f'{claim["method"]}{stress} - {claim["against"]}{other}'
     labels.append('complete - incomplete corpus' if corpus else name)
-  exact = gains.get(('grpo-oracle', 'grpo', results.SCORE))
+  exact = gains.get(('grpo-oracle', 'grpo', score))
   if exact and exact['n'] > 1:
     y = len(labels)
     axis.plot((exact['low'], exact['high']), (y, y), color='0.6', lw=1.5)
     axis.plot(exact['mean'], y, '^', color='0.6', ms=5)
-    if shuffled := gains.get(('grpo-shuffled', 'grpo', results.SCORE)):
+    if shuffled := gains.get(('grpo-shuffled', 'grpo', score)):
       axis.plot(shuffled['mean'], y + 0.3, 'x', color='0.6', ms=3.5)
     labels.append('grpo, exact credit - grpo')
   axis.set_yticks(range(len(labels)), labels)
   axis.invert_yaxis()
-  axis.set_xlabel('difference of exact match, 3 and 4 hops')
+  axis.set_xlabel(f'difference of exact match, {ON[score]}')
   for verdict, color in COLORS.items():
     axis.plot([], [], 'o', color=color, label=verdict)
   axis.plot([], [], 'o', color='0.45', mfc='white', label='undecided')

@@ -14,11 +14,12 @@ KIND is a `Question.source`, `hard` (three hops or more) or `all`. Scores:
   tokens     that the policy wrote
   turns      of the policy
 
-and of training ('run/...'): `sampled`, tokens that the policy wrote in all;
-`collapse`, the step at which exact match in training had fallen below COLLAPSED
-x its best for good, or the number of steps if it never did (the reward where
-there is none; rewards of methods differ, and may lie below 0); `seconds` of all
-steps.
+and of training ('run/...'): `em`, exact match in training, the mean over the
+steps, which is higher the sooner a policy learns; `sampled`, tokens that the
+policy wrote in all; `collapse`, the step at which exact match in training had
+fallen below COLLAPSED x its best for good, or the number of steps if it never
+did (the reward where there is no exact match; rewards of methods differ, and
+may lie below 0); `seconds` of all steps.
 """
 
 import collections
@@ -44,7 +45,7 @@ COLLAPSED = 0.5
 SCORES = (
   'em found searches needed wasted repeated search thoughts tokens turns'
 ).split()
-TRAINING = ['sampled', 'collapse', 'seconds']
+TRAINING = ['em', 'sampled', 'collapse', 'seconds']
 
 
 def measured(config, run: str, out: str) -> dict[str, float]:
@@ -179,6 +180,7 @@ def of_training(metrics, starts: int = 1) -> dict[str, float]:
   if starts < 2 or (counted is not None and counted.notna().all()):
     out['run/sampled'] = float(steps['rollout/sampled_tokens'].sum())
   return out | {
+    'run/em': float(rewards.mean()),
     'run/collapse': float(collapse(rewards)),
     'run/seconds': float(steps['time/step'].sum()),
   }

@@ -44,7 +44,7 @@ from ml_collections import ConfigDict
 
 from configs import atlas as recipe
 from experiments.arena import measure, oracle, recipes
-from experiments.arena.verdicts import Claim
+from experiments.arena.verdicts import MARGIN, Claim
 from searchrl_jax import lookup
 from searchrl_jax.sweep import core
 from searchrl_jax.worlds import atlas_traces
@@ -96,11 +96,6 @@ class Method:
     default_factory=dict
   )
   repeats: int = 0
-
-  @property
-  def goal(self) -> Claim:
-    """What settings are chosen by: the metric of the first claim."""
-    return self.claims[0] if self.claims else Claim(self.name, '')
 
   @property
   def default(self) -> dict[str, float]:
@@ -185,8 +180,10 @@ class Batch:
   of a warm start. change: called with the config of each arm, and its row.
   mixes: of the warm start. kls: coefficients that the tuning tries. first: of
   the reporting seeds: no batch reports on those of another, whose results have
-  chosen its rows. by_tokens: whether rows with claims have a further baseline
-  that samples as many tokens, where theirs differ by more than ALIKE.
+  chosen its rows. score: what the assay is about, and what rows are compared by
+  beside their claims. margin: differences of it below this do not matter.
+  by_tokens: whether rows with claims have a further baseline that samples as
+  many tokens, where theirs differ by more than ALIKE.
   """
 
   methods: tuple[Method, ...]
@@ -198,7 +195,14 @@ class Batch:
   mixes: tuple[str, ...] = MIXES
   kls: tuple[float, ...] = KLS
   first: int = 0
+  score: str = 'hard/em'
+  margin: float = MARGIN
   by_tokens: bool = False
+
+  def goal(self, row: Method) -> Claim:
+    """What its settings are chosen by: its first claim, or the score."""
+    score = Claim(row.name, '', self.score, margin=self.margin)
+    return (*row.claims, score)[0]
 
   @property
   def reporting(self) -> tuple[int, ...]:

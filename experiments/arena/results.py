@@ -16,10 +16,10 @@ from experiments.arena import oracle, plans, recipes, verdicts
 from searchrl_jax.store import records
 from searchrl_jax.sweep import figures
 
-SCORE, SAMPLED = 'hard/em', 'run/sampled'
-WINDOW = (0.3, 0.7)  # of GRPO's SCORE, which leaves room to both sides
+HARD, SAMPLED = 'hard/em', 'run/sampled'
+WINDOW = (0.3, 0.7)  # of GRPO's score, which leaves room to both sides
 COLUMNS = (
-  SCORE,
+  HARD,
   'all/em',
   'all/searches',
   'all/wasted',
@@ -41,25 +41,26 @@ def choose(
 
   The best trial has the best mean over the TUNING seeds of the metric of the
   row's first claim, if that is better than the default's by more than the
-  claim's margin. Where the claim is on another metric than SCORE, SCORE may be
-  lower than the default's by the margin. It is the setting if it is better than
-  the default on the CONFIRMING seeds (`again`), too. `share`: the tokens that
-  it samples, of those of the baseline.
+  claim's margin. Where the claim is on another metric than the batch's score,
+  that may be lower than the default's by the margin. It is the setting if it is
+  better than the default on the CONFIRMING seeds (`again`), too. `share`: the
+  tokens that it samples, of those of the baseline.
   """
   settings, trials, bests, confirmed, sampled = {}, {}, {}, {}, {}
   for row in batch.rows:
     candidates = [p for p in batch.tune() if p.row is row]
-    means = _trial_means(candidates, tried, row, plans.TUNING)
+    means = _trial_means(batch, candidates, tried, row, plans.TUNING)
     if not means:
       continue
-    best, trials[row.name] = _best(row.goal, candidates, means), means
+    best, trials[row.name] = _best(batch, row, candidates, means), means
     bests[row.name] = best.name
     if best is not candidates[0]:
-      means = _trial_means([candidates[0], best], again, row, plans.CONFIRMING)
+      both, seeds = [candidates[0], best], plans.CONFIRMING
+      means = _trial_means(batch, both, again, row, seeds)
       if not means:
         continue
       confirmed[row.name] = means
-      if _gain(row.goal, best, means, candidates[0]) <= 0:
+      if _gain(batch.goal(row), best, means, candidates[0]) <= 0:
         best = candidates[0]
     settings[row.name] = best.setting
     sampled[row.name] = statistics.fmean(
@@ -81,7 +82,9 @@ def choose(
   records.write_json(out / plans.TUNED, content)
 
 
-def _trial_means(plans, runs: Runs, row, seeds) -> dict[str, dict[str, float]]:
+def _trial_means(
+  batch: plans.Batch, plans, runs: Runs, row, seeds
+) -> dict[str, dict[str, float]]:
   """{trial: {metric: mean over the seeds}}; empty if one has not run."""
   cases = [*map(str, seeds)]
   if not all({*cases} <= {*runs.get(p.name, {})} for p in plans):
@@ -91,7 +94,7 @@ def _trial_means(plans, runs: Runs, row, seeds) -> dict[str, dict[str, float]]:
       metric: statistics.fmean(
         runs[p.name][case]['values'][metric] for case in cases
       )
-      for metric in (SCORE, row.goal.metric)
+      for metric in (batch.score, batch.goal(row).metric)
     }
     for p in plans
   }
@@ -102,9 +105,10 @@ def _gain(goal: verdicts.Claim, plan, means, default) -> float:
   return goal.sign * (own[goal.metric] - other[goal.metric])
 
 
-def _best(goal: verdicts.Claim, plans, means) -> plans.Plan:
-  least = means[plans[0].name][SCORE] - verdicts.MARGIN
-  allowed = [p for p in plans if means[p.name][SCORE] >= least]
+def _best(batch: plans.Batch, row, plans, means) -> plans.Plan:
+  goal = batch.goal(row)
+  least = means[plans[0].name][batch.score] - batch.margin
+  allowed = [p for p in plans if means[p.name][batch.score] >= least]
   best = max(allowed, key=lambda plan: _gain(goal, plan, means, plans[0]))
   return best if _gain(goal, best, means, plans[0]) > goal.margin else plans[0]
 
@@ -123,12 +127,14 @@ def write(
   """
   found = planned(batch, runs)
   every = averaged(batch, found)
-  table = pd.DataFrame(_means(every)).to_csv(index=False, float_format='%.6g')
+  table = pd.DataFrame(_means(batch, every)).to_csv(
+    index=False, float_format='%.6g'
+  )
   records.write_text(out / 'means.csv', table)
   content = {
     'environment': environment,
     'command': command,
-    'margin': verdicts.MARGIN,
+    'margin': batch.margin,
     'assay': assay(batch, every),
     'claims': judge(batch, found),
     'seeds_needed': seeds_needed(batch, every.get('pilot', {})),
@@ -209,7 +215,7 @@ def _complete(
 
 
 def assay(batch: plans.Batch, every: verdicts.Values) -> dict[str, Any]:
-  """Paired differences of SCORE, and whether they are sensitive.
+  """Paired differences of the batch's score, and whether they are sensitive.
 
   Of each mixture with GRPO's default setting, and ('tuned') of the reporting
   runs, with the one that claims are against. The mean of GRPO has to lie within
@@ -227,7 +233,7 @@ def assay(batch: plans.Batch, every: verdicts.Values) -> dict[str, Any]:
   sets['tuned'] = names, report, batch.reporting
   out = {}
   for key, (names, runs, seeds) in sets.items():
-    by = [verdicts.by_case(runs, name, SCORE) for name in names]
+    by = [verdicts.by_case(runs, name, batch.score) for name in names]
     if not all({*map(str, seeds)} <= {*cases} for cases in by):
       continue
     columns = [[cases[str(seed)] for seed in seeds] for cases in by]
@@ -249,26 +255,26 @@ def assay(batch: plans.Batch, every: verdicts.Values) -> dict[str, Any]:
 
 
 def seeds_needed(batch: plans.Batch, pilot) -> int | None:
-  """Runs that give a half interval of the margin, over the claims on SCORE."""
+  """Runs that give a half interval of the margin, over claims on the score."""
   found = [
     verdicts.differences(
       dataclasses.replace(claim, phase='pilot'), {'pilot': pilot}
     )
     for claim in batch.claims
-    if claim.metric == SCORE
+    if claim.metric == batch.score
   ]
   known = [x for x in found if len(x) > 1]
-  return verdicts.seeds_needed(known, verdicts.MARGIN) if known else None
+  return verdicts.seeds_needed(known, batch.margin) if known else None
 
 
 def gains(batch: plans.Batch, report) -> Iterator[dict[str, Any]]:
   """Paired differences beside the claims: of `arm` - `against`.
 
-  Of each row to BASES, or to the baseline from its own warm start, on SCORE,
-  ECONOMY and the metrics of its claims, and on SCORE to the baseline that
-  samples as many tokens, if it has one; and on SCORE and the metric of the
-  row's first claim: of the row to its controls, and of these to what the claim
-  is against. Intervals are not corrected.
+  Of each row to BASES, or to the baseline from its own warm start, on the
+  batch's score, HARD, ECONOMY and the metrics of its claims, and on the score
+  to the baseline that samples as many tokens, if it has one; and on the score
+  and the metric of the row's first claim: of the row to its controls, and of
+  these to what the claim is against. Intervals are not corrected.
   """
   pairs = []
   starts = ((row.start, row.name) for row in batch.methods)
@@ -276,11 +282,13 @@ def gains(batch: plans.Batch, report) -> Iterator[dict[str, Any]]:
   for row in batch.methods:
     bases = (plain[row.start],) if row.start else BASES
     claimed = (claim.metric for claim in row.claims)
-    for metric in dict.fromkeys((SCORE, *ECONOMY, *claimed)):
+    for metric in dict.fromkeys((batch.score, HARD, *ECONOMY, *claimed)):
       pairs += [(row.name, x, metric) for x in bases if x != row.name]
-    pairs.append((row.name, f'{batch.methods[0].name}-as-{row.name}', SCORE))
-    base = row.goal.against if row.scale else row.name
-    for metric in dict.fromkeys((SCORE, row.goal.metric)):
+    pairs.append(
+      (row.name, f'{batch.methods[0].name}-as-{row.name}', batch.score)
+    )
+    base = batch.goal(row).against if row.scale else row.name
+    for metric in dict.fromkeys((batch.score, batch.goal(row).metric)):
       for control in row.controls:
         arm = f'{row.name}-{control}'
         pairs.append((arm, base, metric))
@@ -297,16 +305,18 @@ def gains(batch: plans.Batch, report) -> Iterator[dict[str, Any]]:
 def corpus(batch: plans.Batch, report) -> Iterator[dict[str, Any]]:
   """How much more the corpus that lacks nothing gains GRPO than a row gains.
 
-  Of each row with a claim on SCORE, against what that claim is against. That
-  the corpus gains more than every one of them is shown if all intervals lie
-  above 0: they need no correction.
+  Of each row with a claim on the batch's score, against what that claim is
+  against. That the corpus gains more than every one of them is shown if all
+  intervals lie above 0: they need no correction.
   """
   for row in batch.methods:
-    goal = row.goal
-    if row.scale and goal.metric == SCORE:
+    goal = batch.goal(row)
+    if row.scale and goal.metric == batch.score:
       weights = collections.Counter({'grpo': 1, 'grpo-missing': -1})
       weights.update({row.name: -1, goal.against: 1})
-      found = {arm: verdicts.by_case(report, arm, SCORE) for arm in weights}
+      found = {
+        arm: verdicts.by_case(report, arm, batch.score) for arm in weights
+      }
       shared = set.intersection(*({*cases} for cases in found.values()))
       column = [
         sum(w * found[arm][case] for arm, w in weights.items())
@@ -319,7 +329,7 @@ def corpus(batch: plans.Batch, report) -> Iterator[dict[str, Any]]:
 def agreement(
   batch: plans.Batch, every: verdicts.Values
 ) -> dict[str, Any] | None:
-  """Kendall's W of the order of rows by SCORE, from as many runs as mixtures.
+  """Kendall's W of rows by the score, from as many runs as mixtures.
 
   Of the first run of each row, with seeds that all rows have from all mixtures.
 
@@ -327,8 +337,8 @@ def agreement(
     w: each run from another mixture of the warm start and another seed, the
     mean over all ways to choose the seeds. w_same: {mixture: the same, with all
     runs from this one}, which says how much the seeds alone change the order.
-    scores: {row: {mixture: the mean of SCORE}}. None if seeds are missing, or
-    there is one mixture.
+    scores: {row: {mixture: the mean of the score}}. None if seeds are missing,
+    or there is one mixture.
   """
   main, others = every.get('report', {}), every.get('mixtures', {})
   by_mix = {
@@ -350,7 +360,7 @@ def agreement(
     return statistics.fmean(
       verdicts.agreement(
         [
-          [x[case][SCORE] for x in judge]
+          [x[case][batch.score] for x in judge]
           for judge, case in zip(judges, order, strict=True)
         ]
       )
@@ -362,7 +372,7 @@ def agreement(
     'w_same': {mix: w([runs] * n) for mix, runs in by_mix.items()},
     'scores': {
       row.name: {
-        mix: statistics.fmean(runs[i][case][SCORE] for case in cases)
+        mix: statistics.fmean(runs[i][case][batch.score] for case in cases)
         for mix, runs in by_mix.items()
       }
       for i, row in enumerate(batch.methods)
@@ -370,10 +380,12 @@ def agreement(
   }
 
 
-def _means(every: verdicts.Values) -> Iterator[dict[str, Any]]:
+def _means(
+  batch: plans.Batch, every: verdicts.Values
+) -> Iterator[dict[str, Any]]:
   """Rows: the mean over an arm's runs of a metric that all have.
 
-  Of SCORE the interquartile mean, too.
+  Of the batch's score the interquartile mean, too.
   """
   found = [
     (phase, arm, [cases[case] for case in sorted(cases, key=int)])
@@ -385,7 +397,7 @@ def _means(every: verdicts.Values) -> Iterator[dict[str, Any]]:
     for metric in (m for m in runs[0] if all(m in run for run in runs)):
       column = [run[metric] for run in runs]
       kinds = {'mean': figures.interval(column)}
-      if metric == SCORE:
+      if metric == batch.score:
         kinds['interquartile mean'] = figures.interquartile([column])
       for kind, (value, low, high, n) in kinds.items():
         about = dict(phase=phase, arm=arm, metric=metric, statistic=kind)
@@ -442,7 +454,7 @@ def show(
 
 
 def show_mixtures(batch: plans.Batch, content: Mapping[str, Any]) -> str:
-  """Markdown: SCORE of each row from each mixture; '' if one has not run.
+  """Markdown: the score of each row from each mixture; '' if one has not run.
 
   Args:
     content: of results.json.

@@ -167,7 +167,8 @@ def main():
     written = results.write(batch, counted, out, environment, said)
     every = results.averaged(batch, results.planned(batch, counted))
     other = phase == recipes.PHASE
-    columns = recipes.COLUMNS if other else results.COLUMNS
+    columns = dict.fromkeys((batch.score, *results.COLUMNS))
+    columns = recipes.COLUMNS if other else [*columns]
     print(results.show(every.get(phase, {}), columns))
     runs = counted.get(phase, {})
     named = {f'{a}/{c}': x for a, own in runs.items() for c, x in own.items()}

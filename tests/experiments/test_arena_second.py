@@ -39,6 +39,29 @@ def test_every_claim_has_its_arms_and_seeds(report):
   assert len(REPORTING) == len(plans.REPORTING) and not {*REPORTING} & other
 
 
+def test_rows_are_tuned_and_judged_by_exact_match_in_training():
+  score = ('run/em', 0.02)
+  goals = {row.name: second.SECOND.goal(row) for row in second.SECOND.rows}
+  found = {name: (c.metric, c.margin) for name, c in goals.items()}
+  # What the last two are about shows at the end.
+  assert found == dict.fromkeys(found, score) | dict.fromkeys(
+    ['sapo', 'mr_search'], ('hard/em', 0.05)
+  )
+  runs = {
+    f'{arm}-even': {
+      str(seed): {'run/em': em + 0.01 * (seed % 2), 'hard/em': 0.9}
+      for seed in plans.ASSAY
+    }
+    for arm, em in (('grpo', 0.5), ('oracle', 0.54), ('shuffled', 0.5))
+  }
+  # The same differences with all seeds have no spread: one is larger.
+  runs['oracle-even']['100']['run/em'] += 0.02
+  runs['shuffled-even']['101']['run/em'] -= 0.02
+  (found,) = results.assay(second.SECOND, {'assay': runs}).values()
+  assert found['sensitive']
+  assert found['oracle - grpo']['mean'] == pytest.approx(0.04 + 0.02 / 6)
+
+
 def test_rows_that_sample_other_numbers_of_tokens_have_a_baseline(report):
   """16 questions a step x 2.6, and x 0.89; rows without a claim need none."""
   questions = {
