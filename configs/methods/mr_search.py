@@ -14,8 +14,11 @@ reflection belongs to the attempt that it begins. Arguments:
   tokens    of a context; 0: those of the base recipe, times `attempts` where
             contexts = 1
 
-Departs from both: the release samples with top_p 0.95 and does not correct for
-it, which this system refuses. Its part for the whole trajectory is off there.
+Departs from both: an attempt that ends without an answer ends the trajectory
+(the release begins the next one); what went wrong is a block of its own, with a
+limit (the release asks to try again, and the next attempt follows); one update
+a step (two). The release samples with top_p 0.95 and does not correct for it,
+which this system refuses. Its part for the whole trajectory is off there.
 """
 
 from ml_collections import ConfigDict

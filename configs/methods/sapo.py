@@ -6,8 +6,8 @@ coefficient x -log rho. It is LLDS's term (configs/methods/llds.py) with a gate
 for each token. Arguments:
 
   version  sound: earned well is A > 0
-           as_written: A >= 0, which holds wrong trajectories of all-equal
-           groups in place
+           as_written: A >= 0, which also holds all-equal groups in place, the
+           wrong ones (a fault) and the right ones
   t        the ratio from which a token is held, below 1
   scale    w, the coefficient
   minibatches  updates of a step, at least; with one, the term is 0

@@ -11,6 +11,11 @@ loss. The weights are those of the policy. Arguments:
   labels   False: the labels of another trajectory, a control
   others   True: the queries of another question, a control
 
+A group that is all right or all wrong has no teacher, and as in GRPO no outcome
+to learn from; the mean is over the tokens that have one, so that the fewer
+groups are mixed, the more each weighs. Behind its own prompt the distance is 0
+up to rounding, of two programs, at the first update of a step.
+
 Departs from it: whether a trajectory's own later queries are shown was not
 found, here they are not; the label is by the base recipe's reward (they: F1); k
 ids and the rest, where they seem to compare all; the coefficient was not found;

@@ -18,7 +18,8 @@ Departs from both: no code was released and the texts were read in translation;
 the evidence is what the group's own searches have found of the supporting
 passages; RLSD's share of uniform credit follows a schedule there, its teacher
 reads a reference answer and may be the policy itself. A group that has read no
-supporting passage has no teacher. No KL (algorithm.kl sets one).
+supporting passage has no teacher. Behind the own prompt Delta is 0 only in the
+step after a copy. No KL (algorithm.kl sets one).
 """
 
 from ml_collections import ConfigDict

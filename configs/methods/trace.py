@@ -2,16 +2,18 @@
 
 arXiv 2607.13988, from a port's equations. A frozen copy of the policy, from
 before RL, scores the golden answer after each observation: l_t is its mean
-log-prob, d_t = 0.1 - l_t, and V_t = log(d_0 / d_t). Search t earns V_(t+1) -
-V_t. The credit of a turn is the average of what it and the next two turns
-earned, weighted by 0.8^l; if these reach the last turn, T, the outcome is added
-with 2 x 0.8^(T - t). A = A_out + scale x credit; A_out is GRPO's, by the
-population's deviation, and the credit is not normalised. Arguments:
+log-prob, d_t = 0.1 - l_t, and V_t = log(d_0 / d_t). Of T turns that read
+something, t = 0, ... earns V_(t+1) - V_t. Its credit is the average of what it
+and the next two earned, weighted by 0.8^l; if these reach the last one, the
+outcome is added with 2 x 0.8^(T - t). A = A_out + scale x credit; A_out is
+GRPO's, by the population's deviation, and the credit is not normalised.
+Arguments:
 
   scale    of the credit
   weights  that score: frozen, live, copy, ema
 
-Departs from it: a turn that found nothing to read earns 0; no KL (algorithm.kl
+Other turns, the answer among them, have A_out alone, as in the port; what the
+paper does with an answer was not found. Departs from it: no KL (algorithm.kl
 sets one).
 """
 
@@ -64,14 +66,15 @@ def with_levels(
   distance = lambda levels: np.log(least - levels.real)
   earned = potential.steps(gold, s, lambda g: -np.diff(distance(g)))
   credit = np.zeros(len(earned))
-  for i in range(len(valid)):
-    at = np.flatnonzero(s.owner == i)
+  for i, spans in enumerate(s.spans):
+    read = [span.turn for span in spans if span.observes]
+    at = np.flatnonzero((s.owner == i) & np.isin(s.number, read))
     for t, k in enumerate(at):
       ahead = earned[at[t : t + window]]
       weights = gamma ** np.arange(len(ahead))
       credit[k] = np.average(ahead, weights=weights)
       if t + window >= len(at):
-        credit[k] += end * gamma ** (len(at) - 1 - t) * outcome[k]
+        credit[k] += end * gamma ** (len(at) - t) * outcome[k]
   return s.over_tokens(valid[s.owner] * (outcome + scale * credit))
 
 

@@ -15,7 +15,8 @@ KIND is a `Question.source`, `hard` (three hops or more) or `all`. Scores:
   turns      of the policy
 
 and of training ('run/...'): `em`, exact match in training, the mean over the
-steps, which is higher the sooner a policy learns; `sampled`, tokens that the
+steps, which is higher the sooner a policy learns (if it is a part of the
+reward); `sampled`, tokens that the
 policy wrote in all; `collapse`, the step at which exact match in training had
 fallen below COLLAPSED x its best for good, or the number of steps if it never
 did (the reward where there is no exact match; rewards of methods differ, and
@@ -175,12 +176,11 @@ def of_training(metrics, starts: int = 1) -> dict[str, float]:
   name = 'reward/em' if 'reward/em' in steps else [*matches, 'reward'][0]
   # A step without a valid reward (NaN) says nothing.
   rewards = steps[name].ffill().fillna(0.0).to_numpy()
-  out = {}
+  out = {'run/em': float(rewards.mean())} if name != 'reward' else {}
   counted = steps.get('rollout/earlier_tokens')
   if starts < 2 or (counted is not None and counted.notna().all()):
     out['run/sampled'] = float(steps['rollout/sampled_tokens'].sum())
   return out | {
-    'run/em': float(rewards.mean()),
     'run/collapse': float(collapse(rewards)),
     'run/seconds': float(steps['time/step'].sum()),
   }

@@ -80,7 +80,9 @@ class Method:
   claims are against. arg: further arguments of the file. start: the row whose
   config has the traces of its warm start; '' = the batch's. evaluation: in the
   place of `measure.measured`. aside: no claim is about it; it is not tuned, and
-  has FEW seeds.
+  has FEW seeds. rate: the row whose learning rate it has, as tuned; '': it is
+  tuned for one of its own. guided: what it samples in training is not the
+  policy's own single attempts, so that 'run/em' is not compared.
   """
 
   name: str
@@ -91,6 +93,8 @@ class Method:
   start: str = ''
   evaluation: core.Evaluation | None = None
   aside: bool = False
+  rate: str = ''
+  guided: bool = False
   fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   controls: Mapping[str, Mapping[str, Any]] = dataclasses.field(
     default_factory=dict
@@ -110,6 +114,8 @@ class Method:
   def trials(self, kls: tuple[float, ...] = KLS) -> Iterator[dict[str, float]]:
     """Settings to try: the default, and each with one value changed."""
     values = {'lr': RATES if self.scale else RATES + MORE_RATES, 'kl': kls}
+    if self.rate:
+      values['lr'] = RATES[:1]
     if self.scale:
       values['scale'] = self.scale[1]
     yield self.default
@@ -251,12 +257,16 @@ class Batch:
     Raises:
       ConfigError: it has not run.
     """
-    if row.aside:
-      return row.default
-    return self.chosen('settings', row, 'confirm')
+    setting = row.default
+    if not row.aside:
+      setting = self.chosen('settings', row, 'confirm')
+    if row.rate:
+      (base,) = (x for x in self.methods if x.name == row.rate)
+      setting = {**setting, 'lr': self.tuned(base)['lr']}
+    return setting
 
   def share(self, row: Method) -> float:
-    """Tokens that a row as tuned samples in training, of the baseline's."""
+    """Tokens that a row samples in training, of the baseline's."""
     return self.chosen('share', row, 'confirm')
 
   def assay(self) -> Iterator[Plan]:

@@ -16,7 +16,7 @@ from experiments.arena import oracle, plans, recipes, verdicts
 from searchrl_jax.store import records
 from searchrl_jax.sweep import figures
 
-HARD, SAMPLED = 'hard/em', 'run/sampled'
+HARD, TRAINED, SAMPLED = 'hard/em', 'run/em', 'run/sampled'
 WINDOW = (0.3, 0.7)  # of GRPO's score, which leaves room to both sides
 COLUMNS = (
   HARD,
@@ -44,7 +44,7 @@ def choose(
   claim's margin. Where the claim is on another metric than the batch's score,
   that may be lower than the default's by the margin. It is the setting if it is
   better than the default on the CONFIRMING seeds (`again`), too. `share`: the
-  tokens that it samples, of those of the baseline.
+  tokens that it samples, of those of the baseline, both with default settings.
   """
   settings, trials, bests, confirmed, sampled = {}, {}, {}, {}, {}
   for row in batch.rows:
@@ -64,7 +64,7 @@ def choose(
         best = candidates[0]
     settings[row.name] = best.setting
     sampled[row.name] = statistics.fmean(
-      tried[best.name][str(seed)]['values'].get(SAMPLED, math.nan)
+      tried[candidates[0].name][str(seed)]['values'].get(SAMPLED, math.nan)
       for seed in plans.TUNING
     )
   base = sampled.get(batch.methods[0].name, math.nan)
@@ -147,13 +147,21 @@ def write(
 
 
 def planned(batch: plans.Batch, runs: Mapping[str, Runs]) -> verdicts.Values:
-  """The values of the seeds that are listed for each phase."""
+  """The values of the seeds that are listed for each phase.
+
+  Those of `guided` rows are without TRAINED.
+  """
   phases = {phase: seeds for phase, (_, seeds) in batch.phases.items()}
   phases[recipes.PHASE] = recipes.SEEDS
+  guided = {row.name for row in batch.methods if row.guided}
   return {
     phase: {
       arm: {
-        case: run['values']
+        case: {
+          name: value
+          for name, value in run['values'].items()
+          if name != TRAINED or arm not in guided
+        }
         for case, run in cases.items()
         if int(case) in phases[phase]
       }
@@ -271,10 +279,11 @@ def gains(batch: plans.Batch, report) -> Iterator[dict[str, Any]]:
   """Paired differences beside the claims: of `arm` - `against`.
 
   Of each row to BASES, or to the baseline from its own warm start, on the
-  batch's score, HARD, ECONOMY and the metrics of its claims, and on the score
-  to the baseline that samples as many tokens, if it has one; and on the score
-  and the metric of the row's first claim: of the row to its controls, and of
-  these to what the claim is against. Intervals are not corrected.
+  batch's score, HARD, ECONOMY and the metrics of its claims, and on HARD to the
+  baseline that samples as many tokens (for other questions), if it has one; and
+  on the score and the metric of the row's first claim: of the row to its
+  controls, and of these to what the claim is against. Intervals are not
+  corrected.
   """
   pairs = []
   starts = ((row.start, row.name) for row in batch.methods)
@@ -284,9 +293,7 @@ def gains(batch: plans.Batch, report) -> Iterator[dict[str, Any]]:
     claimed = (claim.metric for claim in row.claims)
     for metric in dict.fromkeys((batch.score, HARD, *ECONOMY, *claimed)):
       pairs += [(row.name, x, metric) for x in bases if x != row.name]
-    pairs.append(
-      (row.name, f'{batch.methods[0].name}-as-{row.name}', batch.score)
-    )
+    pairs.append((row.name, f'{batch.methods[0].name}-as-{row.name}', HARD))
     base = batch.goal(row).against if row.scale else row.name
     for metric in dict.fromkeys((batch.score, batch.goal(row).metric)):
       for control in row.controls:

@@ -15,13 +15,18 @@ runs.csv of the batch's folder, so that what one machine has run, another leaves
 out (it trains the warm starts of what is left again). An arm whose config has
 changed since runs again, in another --workdir or after its folder is removed,
 and what it was before counts no more; results leave out seeds that no phase
-lists. Tuning writes tuned.json, and every phase results.json, claims with their
-verdicts so far, and means.csv, the means of all arms with intervals. With
-another base these files lie in --workdir."""
+lists. Runs of a seed that began with different weights of one warm start, as
+two machines may train them, are named. Tuning writes tuned.json, and every
+phase results.json, claims with their verdicts so far, and means.csv, the means
+of all arms with intervals. With another base these files lie in --workdir."""
 
+import collections
+from collections.abc import Mapping
 import csv
 import functools
+import json
 import pathlib
+from typing import Any
 
 from absl import flags
 import pandas as pd
@@ -46,8 +51,9 @@ def load_runs(out: pathlib.Path) -> dict:
       for line in csv.DictReader(file):
         phase, arm, case = (line.pop(name) for name in _NAMED)
         about = {name: line.pop(name) for name in ('config', 'commit')}
-        if code := line.pop('code', ''):
-          about['code'] = code
+        for name in ('code', 'start'):
+          if known := line.pop(name, ''):
+            about[name] = known
         about['seconds'] = float(line.pop('seconds'))
         about['rewards'] = [float(x) for x in line.pop('rewards').split()]
         about['values'] = {k: float(v) for k, v in line.items() if v}
@@ -80,11 +86,14 @@ def keep(found: core.Sweep, left: set[str], phase: str, folder, out) -> dict:
     if _done(found, stage, folder):
       left.remove(stage)
       about = figures.of_run(found, found.arm(name), folder / stage)
+      done = json.loads((folder / stage / 'done.json').read_text())
+      start = done.get('contents', {}).get('config.train.init')
       kept = runs.setdefault(phase, {}).setdefault(_row(name), {})
       kept[case] = {
         'config': digest(found, name, case),
         'commit': about['commit'],
         **({'code': about['code']} if 'code' in about else {}),
+        **({'start': start} if start else {}),
         'seconds': round(sum(about['seconds'].values()), 1),
         'rewards': [round(v, 4) for _, v in about['curve']['reward']],
         'values': {k: round(v, 6) for k, v in about['values']['after'].items()},
@@ -115,6 +124,18 @@ def current(batch: plans.Batch, runs, base: str = '') -> dict:
       if cases:
         out.setdefault(phase, {})[_row(arm.name)] = cases
   return out
+
+
+def unlike(found: core.Sweep, runs: Mapping[str, Any]) -> list[str]:
+  """Warm starts that runs of a phase have had with different weights.
+
+  Such runs are no pairs; 'even/300' is that of the mixture, seed 300.
+  """
+  seen = collections.defaultdict(set)
+  for arm in found.arms:
+    for case, run in runs.get(_row(arm.name), {}).items():
+      seen[f'{arm.warm}/{case}'] |= {run['start']} if 'start' in run else set()
+  return sorted(name for name, digests in seen.items() if len(digests) > 1)
 
 
 def _done(found: core.Sweep, stage: str, folder: pathlib.Path) -> bool:
@@ -174,6 +195,8 @@ def main():
     named = {f'{a}/{c}': x for a, own in runs.items() for c, x in own.items()}
     if made := figures.versions(named):
       print(made)
+    if apart := unlike(table, runs):
+      print(f'Not trained on one machine, so no pairs: {", ".join(apart)}')
     print(results.show_claims(written))
     print(results.show_mixtures(batch, written))
 

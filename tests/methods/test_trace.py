@@ -32,24 +32,25 @@ def turns(gold=GOLD, valid=(True, True, True), **kw):
 
 
 def test_golden():
-  # Searches earn log 2, log 4, and log .5, 0; answers 0. Averages ahead, with
-  # weights 1, .8, .64 (and where fewer turns are left, of these): right
-  #   (log 2 + .8 log 4) / 2.44, log 4 / 1.8, 0
-  # All three windows reach the last turn: + 2 x .8^2, .8, 1 of the outcome.
+  # Searches earn log 2, log 4, and log .5, 0. Averages ahead, with weights 1,
+  # .8: (log 2 + .8 log 4) / 1.8, log 4; and log .5 / 1.8, 0. The windows of both
+  # reach the last of T = 2 searches: + 2 x .8^2, 2 x .8 of the outcome. Answers
+  # have the outcome alone.
   log = np.log
-  right = np.array([(log(2) + 0.8 * log(4)) / 2.44, log(4) / 1.8, 0])
-  wrong = np.array([log(0.5) / 2.44, 0, 0])
-  end = 2 * np.array([0.64, 0.8, 1])
+  right = np.array([(log(2) + 0.8 * log(4)) / 1.8, log(4), 0])
+  wrong = np.array([log(0.5) / 1.8, 0, 0])
+  end = 2 * np.array([0.64, 0.8, 0])
   got = turns()
   np.testing.assert_allclose(got[0], A + 0.2 * (right + end * A), rtol=1e-5)
   np.testing.assert_allclose(got[1], B + 0.2 * (wrong + end * B), rtol=1e-5)
-  np.testing.assert_allclose(got[2], [B + 0.2 * 2 * B], rtol=1e-5)
+  np.testing.assert_allclose(got[2], [B], rtol=1e-5)
 
 
-def test_a_window_that_ends_before_the_last_turn_has_no_outcome():
+def test_a_window_that_ends_before_the_last_search_has_no_outcome():
   got = turns(window=1)
-  np.testing.assert_allclose(got[0][0], A + 0.2 * np.log(2), rtol=1e-5)
-  np.testing.assert_allclose(got[0][2], A + 0.2 * 2 * A, rtol=1e-5)
+  log = np.log
+  last = A + 0.2 * (log(4) + 2 * 0.8 * A)
+  np.testing.assert_allclose(got[0], [A + 0.2 * log(2), last, A], rtol=1e-5)
 
 
 def test_groups_that_earn_the_same_still_learn_from_searches():
