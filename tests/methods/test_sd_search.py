@@ -50,7 +50,11 @@ def test_only_queries_follow_the_teacher():
   reward = Rewards(np.array([1, 0, 0], np.float32), np.ones(3, bool))
   batch = batching.of_step([hand.GROUP], reward, c, shards=1, seed=0)
   [asked] = teacher.ask(batch, c, hand.ENV, shards=1, seed=0)
+  # The mean over the n tokens of queries, in a loss that is one over all N.
+  N = sum(int(mask.sum()) for mask in batch.masks)
+  n = sum(int((weight > 0).sum()) for weight in asked.weights)
   for t, weight in zip(batch.trajectories, asked.weights):
+    np.testing.assert_allclose(weight[weight > 0], 0.3 * N / n, rtol=1e-6)
     own = np.repeat(
       [s.kind == 'search' and s.author == 'policy' for s in t.trained],
       [len(s.ids) for s in t.trained],

@@ -50,6 +50,14 @@ def test_golden_turn_weights():
     np.testing.assert_allclose(a, b, rtol=1e-4)
 
 
+def test_golden_weights_of_one_that_is_good_but_not_right():
+  # Of .6 0 0 the advantages are those of 1 0 0. A > 0: exp(.1), exp(-.5),
+  # min(exp(2), 1.2).
+  got = hand.by_turn(S, weighed([DELTA[1], *DELTA[1:]], outcome=(0.6, 0, 0)))
+  wanted = A * np.array([np.exp(0.1), np.exp(-0.5), 1.2])
+  np.testing.assert_allclose(got[0], wanted, rtol=1e-4)
+
+
 def test_golden_mean_over_a_turn():
   # The wrong trajectory's second turn: -.5 over its n tokens.
   n = int((S.turns[1] == 4).sum())

@@ -33,9 +33,9 @@ def turns(gold=GOLD, valid=(True, True, True), **kw):
 
 def test_golden():
   # Searches earn log 2, log 4, and log .5, 0. Averages ahead, with weights 1,
-  # .8: (log 2 + .8 log 4) / 1.8, log 4; and log .5 / 1.8, 0. The windows of both
-  # reach the last of T = 2 searches: + 2 x .8^2, 2 x .8 of the outcome. Answers
-  # have the outcome alone.
+  # .8: (log 2 + .8 log 4) / 1.8, log 4; and log .5 / 1.8, 0. The windows of
+  # both reach the last of T = 2 searches: + 2 x .8^2, 2 x .8 of the outcome.
+  # Answers have the outcome alone.
   log = np.log
   right = np.array([(log(2) + 0.8 * log(4)) / 1.8, log(4), 0])
   wrong = np.array([log(0.5) / 1.8, 0, 0])
