@@ -16,12 +16,10 @@ KIND is a `Question.source`, `hard` (three hops or more) or `all`. Scores:
 
 and of training ('run/...'): `em`, exact match in training, the mean over the
 steps, which is higher the sooner a policy learns (if it is a part of the
-reward); `sampled`, tokens that the
-policy wrote in all; `collapse`, the step at which exact match in training had
-fallen below COLLAPSED x its best for good, or the number of steps if it never
-did (the reward where there is no exact match; rewards of methods differ, and
-may lie below 0); `seconds` of all steps.
-"""
+reward); `sampled`, tokens that the policy wrote in all; `collapse`, the step at
+which exact match in training had fallen below COLLAPSED x its best for good, or
+the number of steps if it never did (the reward where there is no exact match;
+rewards of methods differ, and may lie below 0); `seconds` of all steps."""
 
 import collections
 from collections.abc import Iterator, Mapping, Sequence

@@ -11,7 +11,8 @@ its claims, against the outcome-only row with the same estimator. Phases:
             that of the comparison
   tune      each row with three learning rates, KL coefficients and scales, one
             value changed at a time, on TUNING seeds; rows without a scale have
-            as many trials
+            as many trials; rows with the rate of another (`Method.rate`) have
+            none of these, and are tuned after it: run both phases twice
   confirm   the best trial of each row where it is not the default, and the
             default, on CONFIRMING seeds: the best of noisy means is so by
             chance, too
@@ -33,6 +34,7 @@ data and model of its own, no warm start, and the settings tuned on atlas:
 """
 
 from collections.abc import Callable, Iterator, Mapping
+import contextlib
 import dataclasses
 import functools
 import importlib
@@ -111,16 +113,18 @@ class Method:
     """The arms of its further runs."""
     return tuple(f'{self.name}-{n + 2}' for n in range(self.repeats))
 
-  def trials(self, kls: tuple[float, ...] = KLS) -> Iterator[dict[str, float]]:
+  def trials(
+    self, kls: tuple[float, ...] = KLS, rate: float = RATES[0]
+  ) -> Iterator[dict[str, float]]:
     """Settings to try: the default, and each with one value changed."""
     values = {'lr': RATES if self.scale else RATES + MORE_RATES, 'kl': kls}
     if self.rate:
-      values['lr'] = RATES[:1]
+      del values['lr']
     if self.scale:
       values['scale'] = self.scale[1]
-    yield self.default
+    yield (first := self.default | {'lr': rate})
     for field, options in values.items():
-      yield from (self.default | {field: value} for value in options[1:])
+      yield from (first | {field: value} for value in options[1:])
 
 
 TRIALS = 'tune', 'confirm'  # the phases that choose settings
@@ -188,6 +192,7 @@ class Batch:
   the reporting seeds: no batch reports on those of another, whose results have
   chosen its rows. score: what the assay is about, and what rows are compared by
   beside their claims. margin: differences of it below this do not matter.
+  window: of GRPO's score, which leaves room to both sides.
   by_tokens: whether rows with claims have a further baseline that samples as
   many tokens, where theirs differ by more than ALIKE.
   """
@@ -203,6 +208,7 @@ class Batch:
   first: int = 0
   score: str = 'hard/em'
   margin: float = MARGIN
+  window: tuple[float, float] = (0.3, 0.7)
   by_tokens: bool = False
 
   def goal(self, row: Method) -> Claim:
@@ -257,16 +263,31 @@ class Batch:
     Raises:
       ConfigError: it has not run.
     """
-    setting = row.default
     if not row.aside:
-      setting = self.chosen('settings', row, 'confirm')
-    if row.rate:
-      (base,) = (x for x in self.methods if x.name == row.rate)
-      setting = {**setting, 'lr': self.tuned(base)['lr']}
-    return setting
+      return self.chosen('settings', row, 'confirm')
+    return row.default | {'lr': self.rate(row)}
+
+  def rate(self, row: Method) -> float:
+    """The learning rate of its trials, or of an aside.
+
+    Raises:
+      ConfigError: it is that of another row, whose tuning has not run.
+    """
+    base = [x for x in self.methods if x.name == row.rate]
+    return self.tuned(base[0])['lr'] if base else RATES[0]
+
+  @property
+  def tunable(self) -> tuple[Method, ...]:
+    """Rows that have a rate by now: others are tuned when it is known."""
+    out = []
+    for row in self.rows:
+      with contextlib.suppress(lookup.ConfigError):
+        self.rate(row)
+        out.append(row)
+    return tuple(out)
 
   def share(self, row: Method) -> float:
-    """Tokens that a row samples in training, of the baseline's."""
+    """Tokens that a row as tuned samples in training, of the baseline's."""
     return self.chosen('share', row, 'confirm')
 
   def assay(self) -> Iterator[Plan]:
@@ -277,15 +298,15 @@ class Batch:
         yield Plan(f'{name}-{mix}', grpo, grpo.default, fields, mix, seeds)
 
   def tune(self) -> Iterator[Plan]:
-    for row in self.rows:
-      for setting in row.trials(self.kls):
-        changed = (
-          f'{k}={v}' for k, v in setting.items() if v != row.default[k]
-        )
+    for row in self.tunable:
+      first, *others = row.trials(self.kls, self.rate(row))
+      yield Plan(row.name, row, first)
+      for setting in others:
+        changed = (f'{k}={v}' for k, v in setting.items() if v != first[k])
         yield Plan(','.join([row.name, *changed]), row, setting)
 
   def confirm(self) -> Iterator[Plan]:
-    for row in self.rows:
+    for row in self.tunable:
       default, best = row.name, self.chosen('best', row, 'tune')
       if best != default:
         yield from (p for p in self.tune() if p.name in (default, best))

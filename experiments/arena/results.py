@@ -17,7 +17,6 @@ from searchrl_jax.store import records
 from searchrl_jax.sweep import figures
 
 HARD, TRAINED, SAMPLED = 'hard/em', 'run/em', 'run/sampled'
-WINDOW = (0.3, 0.7)  # of GRPO's score, which leaves room to both sides
 COLUMNS = (
   HARD,
   'all/em',
@@ -44,7 +43,7 @@ def choose(
   claim's margin. Where the claim is on another metric than the batch's score,
   that may be lower than the default's by the margin. It is the setting if it is
   better than the default on the CONFIRMING seeds (`again`), too. `share`: the
-  tokens that it samples, of those of the baseline, both with default settings.
+  tokens that it samples, of those of the baseline.
   """
   settings, trials, bests, confirmed, sampled = {}, {}, {}, {}, {}
   for row in batch.rows:
@@ -64,7 +63,7 @@ def choose(
         best = candidates[0]
     settings[row.name] = best.setting
     sampled[row.name] = statistics.fmean(
-      tried[candidates[0].name][str(seed)]['values'].get(SAMPLED, math.nan)
+      tried[best.name][str(seed)]['values'].get(SAMPLED, math.nan)
       for seed in plans.TUNING
     )
   base = sampled.get(batch.methods[0].name, math.nan)
@@ -227,9 +226,9 @@ def assay(batch: plans.Batch, every: verdicts.Values) -> dict[str, Any]:
 
   Of each mixture with GRPO's default setting, and ('tuned') of the reporting
   runs, with the one that claims are against. The mean of GRPO has to lie within
-  WINDOW, exact credit to be better than GRPO and than the same credit shuffled,
-  and shuffled credit not to be better than GRPO. What has not run on all seeds
-  is left out.
+  the batch's window, exact credit to be better than GRPO and than the same
+  credit shuffled, and shuffled credit not to be better than GRPO. What has not
+  run on all seeds is left out.
   """
   found, report = every.get('assay', {}), every.get('report', {})
   seeds = {plan.mix: plan.seeds for plan in batch.assay()}
@@ -254,7 +253,7 @@ def assay(batch: plans.Batch, every: verdicts.Values) -> dict[str, Any]:
     out[key] = {
       'grpo': grpo._asdict(),
       **{name: gain._asdict() for name, gain in gains.items()},
-      'sensitive': WINDOW[0] <= grpo.mean <= WINDOW[1]
+      'sensitive': batch.window[0] <= grpo.mean <= batch.window[1]
       and gains['oracle - grpo'].low > 0
       and gains['oracle - shuffled'].low > 0
       and gains['shuffled - grpo'].low <= 0,

@@ -15,10 +15,11 @@ runs.csv of the batch's folder, so that what one machine has run, another leaves
 out (it trains the warm starts of what is left again). An arm whose config has
 changed since runs again, in another --workdir or after its folder is removed,
 and what it was before counts no more; results leave out seeds that no phase
-lists. Runs of a seed that began with different weights of one warm start, as
-two machines may train them, are named. Tuning writes tuned.json, and every
-phase results.json, claims with their verdicts so far, and means.csv, the means
-of all arms with intervals. With another base these files lie in --workdir."""
+lists. Runs of a seed that began with other weights of a warm start than most,
+as another machine may train them, are named and do not count. Tuning writes
+tuned.json, and every phase results.json, claims with their verdicts so far, and
+means.csv, the means of all arms with intervals. With another base these files
+lie in --workdir."""
 
 import collections
 from collections.abc import Mapping
@@ -105,6 +106,8 @@ def keep(found: core.Sweep, left: set[str], phase: str, folder, out) -> dict:
 def current(batch: plans.Batch, runs, base: str = '') -> dict:
   """Those of `load_runs` that count: with the configs that the arms have now.
 
+  Runs that began with other weights of a warm start than most do not.
+
   base: arguments of another base recipe.
   """
   out: dict = {}
@@ -123,19 +126,27 @@ def current(batch: plans.Batch, runs, base: str = '') -> dict:
       }
       if cases:
         out.setdefault(phase, {})[_row(arm.name)] = cases
+    for arm, case in unlike(found, out.get(phase, {})):
+      del out[phase][arm][case]
   return out
 
 
-def unlike(found: core.Sweep, runs: Mapping[str, Any]) -> list[str]:
-  """Warm starts that runs of a phase have had with different weights.
+def unlike(found: core.Sweep, runs: Mapping[str, Any]) -> list[tuple[str, str]]:
+  """(arm, case) of runs of a phase that are no pairs of the others of a case.
 
-  Such runs are no pairs; 'even/300' is that of the mixture, seed 300.
+  They began with other weights of their warm start than most that began with
+  it. (Runs of before 2026-12-01 do not say with which.)
   """
-  seen = collections.defaultdict(set)
+  seen: dict = collections.defaultdict(dict)
   for arm in found.arms:
     for case, run in runs.get(_row(arm.name), {}).items():
-      seen[f'{arm.warm}/{case}'] |= {run['start']} if 'start' in run else set()
-  return sorted(name for name, digests in seen.items() if len(digests) > 1)
+      if 'start' in run:
+        seen[arm.warm, case][_row(arm.name), case] = run['start']
+  out = []
+  for starts in seen.values():
+    [(usual, _)] = collections.Counter(starts.values()).most_common(1)
+    out += [name for name, start in starts.items() if start != usual]
+  return sorted(out)
 
 
 def _done(found: core.Sweep, stage: str, folder: pathlib.Path) -> bool:
@@ -195,8 +206,9 @@ def main():
     named = {f'{a}/{c}': x for a, own in runs.items() for c, x in own.items()}
     if made := figures.versions(named):
       print(made)
-    if apart := unlike(table, runs):
-      print(f'Not trained on one machine, so no pairs: {", ".join(apart)}')
+    if apart := unlike(table, load_runs(out).get(phase, {})):
+      said = ', '.join(map('/'.join, apart))
+      print(f'Of another warm start than most, and not counted: {said}')
     print(results.show_claims(written))
     print(results.show_mixtures(batch, written))
 

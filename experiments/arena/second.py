@@ -2,7 +2,8 @@
 
   python -m experiments.arena.run --batch=second --phase=assay \\
     --workdir=runs/second
-  ... --phase=tune       then confirm, report, stress
+  ... --phase=tune       then confirm, for GRPO's rate; both again for the
+                         other rows; then report, stress
 
 Methods of 2026 that ask the policy, or a copy of it, about what it has sampled,
 and others of that year. Worlds, questions and seeds are those of the first
@@ -11,7 +12,8 @@ batch, but for those that are reported. Half of the warm start has hints
 first part is twice as long; arms have half of the steps: with all, exact credit
 ends where GRPO does (../LOG.md). The learning rate is tuned for GRPO, with one
 update a step and with four, and is that of all other rows, so that a claim is
-about one change. Rows without a claim have three seeds and default settings.
+about one change. Most rows without a claim have three seeds and else default
+settings.
 """
 
 from ml_collections import ConfigDict
@@ -177,6 +179,7 @@ SECOND = plans.Batch(
   first=300,
   score=SCORE,
   margin=MARGIN,
+  window=(0.45, 0.75),  # it begins at 0.36, and ends at 0.8
   by_tokens=True,
 )
 BATCHES = {'first': arms.FIRST, 'second': SECOND}

@@ -6,8 +6,9 @@ import json
 import pytest
 
 from configs.methods import mr_search
-from experiments.arena import hinted, plans, results, run, second
+from experiments.arena import hinted, plans, results, run, second, verdicts
 from searchrl_jax import sft
+from searchrl_jax.lookup import ConfigError
 from searchrl_jax.run import build
 from searchrl_jax.sweep import core
 
@@ -62,21 +63,21 @@ def test_rows_are_tuned_and_judged_by_exact_match_in_training():
 
 
 def test_rows_have_the_learning_rate_of_their_baseline(monkeypatch, tmp_path):
-  settings = {
-    row.name: row.default | {'lr': {'grpo': 2.0, 'grpo4': 0.5}.get(row.name, 1)}
-    for row in second.SECOND.rows
-  }
-  settings['trace']['scale'] = 0.8
-  path = tmp_path / 'tuned.json'
-  path.write_text(json.dumps({'settings': settings}))
+  path, batch = tmp_path / 'tuned.json', second.SECOND
   monkeypatch.setattr(plans, 'TUNED', path)
-  rows = {row.name: row for row in second.METHODS}
-  tuned = lambda name: second.SECOND.tuned(rows[name])
-  assert tuned('trace') == {'lr': 2.0, 'kl': 0.0, 'scale': 0.8}
-  assert (tuned('sapo')['lr'], tuned('opsd')['lr']) == (0.5, 2.0)
-  trials = {p.name for p in second.SECOND.tune()}
-  assert {'grpo4,lr=4.0', 'trace,scale=0.8'} <= trials
-  assert 'trace,lr=2.0' not in trials
+  rows = {row.name: row for row in batch.methods}
+  names = lambda: {plan.row.name for plan in batch.tune()}
+  assert names() == {'grpo', 'grpo4'}
+  with pytest.raises(ConfigError, match="'grpo': run --phase=confirm"):
+    batch.tuned(rows['opsd'])
+  settings = {'grpo': {'lr': 2.0, 'kl': 0.0}}
+  path.write_text(json.dumps({'settings': settings, 'best': {}}))
+  assert names() == {row.name for row in batch.rows} - {'sapo'}
+  trials = {plan.name: plan.setting for plan in batch.tune()}
+  assert 'trace,lr=4.0' not in trials and 'grpo,lr=4.0' in trials
+  assert trials['trace'] == {'lr': 2.0, 'kl': 0.0, 'scale': 0.2}
+  assert trials['trace,scale=0.8'] == {'lr': 2.0, 'kl': 0.0, 'scale': 0.8}
+  assert batch.tuned(rows['opsd'])['lr'] == 2.0
 
 
 def test_exact_match_in_training_is_not_compared_where_it_is_another_thing():
@@ -87,13 +88,45 @@ def test_exact_match_in_training_is_not_compared_where_it_is_another_thing():
   assert found['maxrl']['300'] == runs['300']['values']
 
 
-def test_runs_from_different_weights_of_a_warm_start_are_named(report):
+def test_runs_from_other_weights_of_a_warm_start_do_not_count(report):
   runs = {
     'grpo': {'300': {'start': 'a'}, '301': {'start': 'b'}},
+    'grpo4': {'301': {'start': 'c'}},
     'maxrl': {'300': {'start': 'a'}, '301': {'start': 'c'}, '302': {}},
-    'reseek': {'300': {'start': 'd'}},
+    'reseek': {'300': {'start': 'd'}},  # a warm start of its own
   }
-  assert run.unlike(report, runs) == ['even/301']
+  assert run.unlike(report, runs) == [('grpo', '301')]
+  for arm, cases in runs.items():
+    for case, one in cases.items():
+      one['config'] = run.digest(report, arm, case)
+  found = run.current(second.SECOND, {'report': runs})['report']
+  assert [*found['grpo']] == ['300'] and [*found['maxrl']] == [*runs['maxrl']]
+
+
+def test_runs_that_fell_in_training_are_not_equivalent():
+  (claim,) = (c for c in second.SECOND.claims if c.phase == 'stress')
+
+  def verdict(end):
+    stress = {
+      arm: {
+        str(i): {'run/em': 0.2 + 0.001 * (-1) ** i * sign, 'hard/em': end}
+        for i in range(12)
+      }
+      for arm, sign in ((claim.method, 1), (claim.against, -1))
+    }
+    return verdicts.judge([claim], {'stress': stress}, [True])[0]['verdict']
+
+  assert (verdict(0.0), verdict(0.5)) == ('undecided', 'equivalent')
+
+
+def test_the_committed_claims_are_these():
+  path = second.SECOND.folder / 'results.json'
+  names = 'method', 'claim', 'metric', 'against', 'margin', 'phase'
+  known = [
+    tuple(c[n] for n in names) for c in json.loads(path.read_text())['claims']
+  ]
+  made = [tuple(getattr(c, n) for n in names) for c in second.SECOND.claims]
+  assert known == made
 
 
 def test_rows_that_sample_other_numbers_of_tokens_have_a_baseline(report):
