@@ -11,6 +11,7 @@ if _FLAG not in os.environ.get('XLA_FLAGS', ''):
 
 import ast  # noqa: E402
 import atexit  # noqa: E402
+import faulthandler  # noqa: E402
 import gc  # noqa: E402
 import pathlib  # noqa: E402
 import re  # noqa: E402
@@ -119,6 +120,12 @@ def pytest_collection_finish():
 def pytest_collection_modifyitems(items):
   """Slow files come first: what is left for the end is short."""
   items.sort(key=lambda item: item.get_closest_marker('slow') is None)
+
+
+def pytest_runtest_setup(item):
+  """What has more time than others, by its mark, waits for processes."""
+  if item.get_closest_marker('timeout'):
+    faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.hookimpl(trylast=True)  # the workers have ended
