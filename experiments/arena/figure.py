@@ -1,15 +1,18 @@
 """The figure of the arena: experiments/arena/figure.png.
 
-  python -m experiments.arena.figure --batch=first
+  python -m experiments.arena.figure
 
-From results.json. Left: the paired difference of each claim to more exact match
-(over three and four hops, or in training), with its interval, the margin
-shaded; below them, what completing the corpus gains, and exact credit. Below a
-method, in grey, its credit shuffled, and exact: as far from it as their paired
-difference is, which has fewer seeds. Right: paired differences to GRPO, over
-all questions, of searches and of exact match; of rows from the same warm start.
+From results.json of both batches; of one that has no report yet, nothing. For
+each, the paired difference of each claim to more exact match (over three and
+four hops, or in training), with its interval, the margin shaded; below them,
+what completing the corpus gains, and exact credit. Below a method, in grey, its
+credit shuffled, and exact: as far from it as their paired difference is, which
+has fewer seeds. Beside them, the rows that no claim is about, against the
+baseline from the same warm start; empty: at the end, where training does not
+compare.
 """
 
+from collections.abc import Iterable
 import json
 import pathlib
 
@@ -19,40 +22,46 @@ from experiments.arena import plans, results, second
 from searchrl_jax import lookup
 from searchrl_jax.run import command
 
-OUTCOME = 'ppo', 'reinforce_pp', *results.BASES  # no method shapes these
-SHOWN = 'searches - GRPO', 'exact match - GRPO'  # of ECONOMY
 ON = {'hard/em': '3 and 4 hops', 'run/em': 'in training'}
 COLORS = {'shown': 'C2', 'contradicted': 'C3', 'equivalent': 'C0'}
 
 
-def draw(batch: plans.Batch, found: dict):
-  """found: the content of its results.json.
+def draw(parts: Iterable[tuple[plans.Batch, dict]]):
+  """parts: batches, and the contents of their results.json.
 
   Raises:
     ConfigError: no claim has two runs.
   """
-  judged = any(claim['interval'] for claim in found['claims'])
+  parts = [x for x in parts if any(c['interval'] for c in x[1]['claims'])]
   message = 'results.json has no interval of a claim: run --phase=report first'
-  lookup.require(judged, message)
+  lookup.require(parts, message)
   # Neither the backend nor the layout that a notebook has set.
   from matplotlib.figure import Figure
 
-  named = ('arm', 'against', 'metric')
-  gains = {tuple(g[name] for name in named): g for g in found['gains']}
-  of_row = lambda x: [gains.get((x, 'grpo', name)) for name in results.ECONOMY]
-  rows = [(row.name, of_row(row.name)) for row in batch.methods]
-  rows = [(name, found) for name, found in rows if all(found)]
-  rows.sort(key=lambda row: -row[1][-1]['mean'])
-  size = 7.2, max(3.6, 0.8 + 0.12 * len(rows))
+  panels = []
+  for batch, found in parts:
+    named = ('arm', 'against', 'metric')
+    gains = {tuple(g[name] for name in named): g for g in found['gains']}
+    panels.append((_differences, found, batch.score, gains))
+    if others := [*_others(batch, gains)]:
+      panels.append((_rows, others, batch.score))
+  size = 1.0 + 3.1 * len(panels), 4.2
   figure = Figure(figsize=size, layout='constrained')
-  left, *right = figure.subplots(1, 3, width_ratios=(2, 1, 1))
-  _differences(found, batch.score, gains, left)
-  _economy(rows, right)
-  figure.legend(loc='outside lower left', ncols=8, fontsize=6, frameon=False)
-  for axis in left, *right:
+  axes = figure.subplots(1, len(panels), squeeze=False)[0]
+  for axis, (panel, *of) in zip(axes, panels, strict=True):
+    panel(*of, axis)
+    axis.invert_yaxis()
     axis.spines[['top', 'right']].set_visible(False)
-    axis.tick_params(labelsize=7)
+    axis.tick_params(labelsize=6)
     axis.xaxis.label.set_size(7)
+  for verdict, color in COLORS.items():
+    axes[0].plot([], [], 'o', color=color, label=verdict)
+  axes[0].plot([], [], 'o', color='0.45', mfc='white', label='undecided')
+  axes[0].plot([], [], 'x', color='0.6', label='shuffled credit')
+  axes[0].plot([], [], '^', color='0.6', label='exact credit')
+  ncols = 4 * len(panels)
+  kw = dict(ncols=ncols, fontsize=6, frameon=False)
+  figure.legend(loc='outside lower left', **kw)
   return figure
 
 
@@ -89,44 +98,44 @@ def _differences(found: dict, score: str, gains, axis) -> None:
       axis.plot(shuffled['mean'], y + 0.3, 'x', color='0.6', ms=3.5)
     labels.append('grpo, exact credit - grpo')
   axis.set_yticks(range(len(labels)), labels)
-  axis.invert_yaxis()
   axis.set_xlabel(f'difference of exact match, {ON[score]}')
-  for verdict, color in COLORS.items():
-    axis.plot([], [], 'o', color=color, label=verdict)
-  axis.plot([], [], 'o', color='0.45', mfc='white', label='undecided')
-  axis.plot([], [], 'x', color='0.6', label='shuffled credit')
-  axis.plot([], [], '^', color='0.6', label='exact credit')
 
 
-def _economy(rows, axes) -> None:
-  """rows: name and gains of methods. axes: one for each of results.ECONOMY."""
-  names = [name for name, _ in rows]
-  for axis, label, *column in zip(
-    axes, SHOWN, *(pair for _, pair in rows), strict=True
-  ):
-    axis.axvline(0, color='0.5', lw=0.8)
-    for y, (name, gain) in enumerate(zip(names, column, strict=True)):
-      color = 'black' if name in OUTCOME else 'C1'
-      axis.plot(gain['mean'], y, 'o', color=color, ms=3.5)
-      if gain['n'] > 1:
-        axis.plot((gain['low'], gain['high']), (y, y), color=color, lw=1)
-    axis.set_yticks(range(len(rows)), names)
-    axis.tick_params(labelleft=axis is axes[0])
-    axis.invert_yaxis()
-    axis.set_xlabel(label)
-  axes[0].plot([], [], 'o', color='black', ms=3.5, label='outcome only')
-  axes[0].plot([], [], 'o', color='C1', ms=3.5, label='method')
+def _others(batch: plans.Batch, gains) -> list[tuple[str, str, dict]]:
+  """(row, metric, its gain) of the rows that no claim is about, best first."""
+  found = []
+  for row in (x for x in batch.methods if x.aside):
+    for metric in (batch.score, results.HARD):
+      if gain := gains.get((row.name, batch.baseline(row), metric)):
+        found.append((row.name, metric, gain))
+        break
+  return sorted(found, key=lambda x: (x[1] != batch.score, -x[2]['mean']))
+
+
+def _rows(others, score: str, axis) -> None:
+  """others: of `_others`."""
+  axis.axvline(0, color='0.5', lw=0.8)
+  for y, (_, metric, gain) in enumerate(others):
+    face = '0.3' if metric == score else 'white'
+    if gain['n'] > 1:
+      axis.plot((gain['low'], gain['high']), (y, y), color='0.6', lw=1)
+    axis.plot(gain['mean'], y, 'o', color='0.3', mfc=face, ms=3.5)
+  axis.set_yticks(range(len(others)), [name for name, *_ in others])
+  axis.set_xlabel('difference to the baseline, no claim')
 
 
 def main():
-  batch = second.BATCHES[flags.FLAGS.batch]
-  source = pathlib.Path(flags.FLAGS.results or batch.folder / 'results.json')
-  path = source.with_name('figure.png')
-  draw(batch, json.loads(source.read_text())).savefig(path, dpi=200)
+  batches = second.BATCHES
+  paths = {x: batch.folder / 'results.json' for x, batch in batches.items()}
+  if flags.FLAGS.results:
+    paths = {flags.FLAGS.batch: pathlib.Path(flags.FLAGS.results)}
+  parts = [(batches[x], json.loads(at.read_text())) for x, at in paths.items()]
+  path = [*paths.values()][0].with_name('figure.png')
+  draw(parts).savefig(path, dpi=200)
   print(path)
 
 
 if __name__ == '__main__':
-  flags.DEFINE_enum('batch', 'first', second.BATCHES, 'See second.py.')
   flags.DEFINE_string('results', '', 'results.json of another base recipe.')
+  flags.DEFINE_enum('batch', 'first', second.BATCHES, 'Of --results.')
   command.run(main)

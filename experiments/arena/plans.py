@@ -216,6 +216,12 @@ class Batch:
     score = Claim(row.name, '', self.score, margin=self.margin)
     return (*row.claims, score)[0]
 
+  def baseline(self, row: Method) -> str:
+    """The row without a method from the same warm start."""
+    same = [x for x in self.methods if x.start == row.start]
+    plain = [x for x in same if x.name != row.start]
+    return (plain if row.start else same)[0].name
+
   @property
   def reporting(self) -> tuple[int, ...]:
     return tuple(self.first + seed for seed in REPORTING)

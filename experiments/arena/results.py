@@ -285,10 +285,8 @@ def gains(batch: plans.Batch, report) -> Iterator[dict[str, Any]]:
   corrected.
   """
   pairs = []
-  starts = ((row.start, row.name) for row in batch.methods)
-  plain = {start: name for start, name in starts if start != name}
   for row in batch.methods:
-    bases = (plain[row.start],) if row.start else BASES
+    bases = (batch.baseline(row),) if row.start else BASES
     claimed = (claim.metric for claim in row.claims)
     for metric in dict.fromkeys((batch.score, HARD, *ECONOMY, *claimed)):
       pairs += [(row.name, x, metric) for x in bases if x != row.name]

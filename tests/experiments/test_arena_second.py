@@ -6,7 +6,15 @@ import json
 import pytest
 
 from configs.methods import mr_search
-from experiments.arena import hinted, plans, results, run, second, verdicts
+from experiments.arena import (
+  figure,
+  hinted,
+  plans,
+  results,
+  run,
+  second,
+  verdicts,
+)
 from searchrl_jax import sft
 from searchrl_jax.lookup import ConfigError
 from searchrl_jax.run import build
@@ -160,6 +168,29 @@ def test_rows_are_compared_with_those_from_the_same_warm_start():
       ('search_r2', 'grpo-refined'): -0.3,
     }
   )
+
+
+def test_rows_without_a_claim_are_beside_their_baseline(tmp_path):
+  ends = {'reseek': 0.7, 'reseek-plain': 0.6, 'guide': 0.8, 'grpo': 0.5}
+  report = {
+    name: {
+      str(i): {'values': {'hard/em': em, 'run/em': em - 0.1 + i % 2 / 10}}
+      for i in second.SECOND.few
+    }
+    for name, em in ends.items()
+  }
+  report['maxrl'] = {
+    case: {'values': {'hard/em': 0.5, 'run/em': int(case) / 1e3}}
+    for case in report['grpo']
+  }
+  found = results.write(second.SECOND, {'report': report}, tmp_path, {}, '')
+  _, right = figure.draw([(second.SECOND, found)]).axes
+  assert [x.get_text() for x in right.get_yticklabels()] == ['reseek', 'guide']
+  one, two = (x for x in right.lines if x.get_marker() == 'o')
+  assert one.get_xdata() == pytest.approx([0.1])
+  # guide's training samples have hints: the end is compared.
+  assert two.get_xdata() == pytest.approx([0.3])
+  assert two.get_markerfacecolor() == 'white'
 
 
 def test_configs_have_digests_of_their_own(report):
