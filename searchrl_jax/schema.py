@@ -172,7 +172,7 @@ def base() -> ConfigDict:
   c.mesh.fsdp = 1
   c.mesh.tensor = 1
 
-  c.data.dir = ''  # '' = SEARCHRL_DATA, else ../shared/data, else the hub
+  c.data.dir = ''  # '' = SEARCHRL_DATA, else ../shared/data
   c.data.world_module = 'searchrl_jax.worlds.microworld'  # generates them
   c.data.world_seed = 0  # of a generated world, for `microworld` sets
   c.data.world = ConfigDict()  # its other settings (microworld.generate)
