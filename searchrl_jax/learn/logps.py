@@ -187,7 +187,8 @@ def _head_bwd(temperature, chunk, entropy_grad, mesh, saved, grads):
     dw = attention.einsum32('RV,RD->VD', flat, x.reshape(S * C, D))
     return dx, dw.reshape(rows.shape).astype(w.dtype)
 
-  dx = g[..., None] * (w[targets].astype(jnp.float32) - a)
+  own = w[targets].astype(x.dtype).astype(jnp.float32)  # as in `a`
+  dx = g[..., None] * (own - a)
   dx, dw = jax.lax.scan(step, dx, blocks)
   if dw.shape[1] > 1:
     dw = jnp.moveaxis(dw, 0, 1)

@@ -472,6 +472,19 @@ def test_flops_golden():
   assert flops.peak_flops() == 0.0  # a CPU is in no table
 
 
+def test_the_head_s_gradient_is_of_the_weights_that_it_multiplies():
+  """w_t - a = (1 - p) (w_t - w_other), both as bfloat16 rounds them.
+
+  .0203 is .020263671875 there, -.01 is -.010009765625. Times 228 they are
+  6.9023 apart: 1 - p = .0010048, and the gradient .000030419.
+  """
+  w = jnp.array([[0.0203], [-0.01]], jnp.float32)
+  x = jnp.full((1, 1, 1), 228, jnp.bfloat16)
+  targets = jnp.zeros((1, 1), jnp.int32)
+  of = lambda x: logps.head_logps(x, w, targets, 1.0, 1, False, None)[0].sum()
+  assert float(jax.grad(of)(x)[0, 0, 0]) == pytest.approx(3.0419e-5, rel=0.01)
+
+
 @pytest.mark.long
 def test_remat_and_bfloat16():
   """Remat cannot show, but in the products of a backward pass; bfloat16
