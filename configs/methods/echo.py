@@ -5,7 +5,8 @@ over the policy's tokens plus coefficient x the mean cross entropy of the tokens
 of observations. They are in the loss (env.train_observations) with an advantage
 of their own, whose gradient is that of cross entropy; both parts have their own
 number of tokens as divisor. Texts of the environment that no tool wrote
-(feedback, notes) have weight 0. Argument:
+(feedback, notes) have weight 0; a term of entropy or KL, which would count
+them, is refused. Argument:
 
   scale    the coefficient
 
@@ -30,6 +31,7 @@ def change(c, a):
   kw = dict(scale=a.scale, eps=1e-6, ddof=1)
   name = 'configs.methods.echo.with_observations'
   fields = dict(advantage=name, advantage_kw=kw, aggregation='token')
+  fields['entropy_coef'] = 0.0
   core.set_algorithm(c, algorithms.GRPO | fields)
   c.env.train_observations = True
 
@@ -74,6 +76,12 @@ def _check(config, fields):
     how == 'token',
     f'config.algorithm.aggregation={how!r}: both parts are means over tokens; '
     "use 'token'",
+  )
+  a = config.algorithm
+  core.lookup.require(
+    not a.entropy_coef and a.kl != 'loss',
+    f'config.algorithm.entropy_coef={a.entropy_coef}, kl={a.kl!r}: a term of '
+    "the loss would count observations; use 0 and 'none'",
   )
 
 

@@ -75,15 +75,17 @@ async def likelihood(trajectories, context, *, frame: str):
     rows = [
       (*t.before(n).tolist(), *opened, *gold) for n in progress.histories(t)
     ]
-    rows = [r for r in rows if len(r) <= engine.max_len]
-    wanted.append((rows, len(progress.histories(t))))
-    known |= {r: len(gold) for r in rows}
+    wanted.append(rows)
+    known |= {r: len(gold) for r in rows if len(r) <= engine.max_len}
   found = await asyncio.gather(*(of(r, n) for r, n in known.items()))
   phi = dict(zip(known, found))
-  out = [[phi[r] for r in rows] or [0.0] for rows, _ in wanted]
-  return [
-    np.pad(x, (0, n - len(x)), mode='edge') for x, (_, n) in zip(out, wanted)
-  ]
+  out = []
+  for rows in wanted:
+    levels = [0.0]
+    for row in rows:
+      levels.append(phi.get(row, levels[-1]))
+    out.append(np.array(levels[1:]))
+  return out
 
 
 likelihood.needs = ('answers',)

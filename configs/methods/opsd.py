@@ -36,3 +36,4 @@ def change(c, a):
   c.teacher.context = 'from_data'
   c.teacher.context_kw = ConfigDict(dict(key=key))
   c.teacher.weights, c.teacher.others = a.weights, a.others
+  core.make_room(c)

@@ -1,8 +1,8 @@
 """SimpleTIR: GRPO without the trajectories that have a void turn.
 
 arXiv 2509.02479; ltzheng/SimpleTIR. A turn without an action (neither a search
-nor an answer) is void. A trajectory with one stays in the mean and deviation of
-its group and has no gradient. Argument:
+nor an answer) is void, also one that a limit of tokens cuts. A trajectory with
+one stays in the mean and deviation of its group and has no gradient. Argument:
 
   version  as_written
            removed: out of the statistics too
@@ -39,11 +39,17 @@ def change(c, a):
 def unless_void(
   values, valid, group_ids, structure, *, removed: bool, eps: float, ddof: int
 ):
-  """GRPO's advantage, 0 for a trajectory with an invalid action."""
-  good = np.array([not t.invalid_actions for t in structure.trajectories], bool)
+  """GRPO's advantage, 0 for a trajectory with a void turn."""
+  good = np.array([not _void(t) for t in structure.trajectories], bool)
   counted = np.asarray(valid, bool) & (good | (not removed))
   a = normalised(values, counted, group_ids, eps=eps, ddof=ddof)
   return (a * good).astype(np.float32)
+
+
+def _void(trajectory) -> bool:
+  # A turn that ends with the whole trajectory counts as truncated alone.
+  cut = trajectory.meta.get('truncated_turns', 0)
+  return trajectory.invalid_actions > 0 or cut > 0
 
 
 unless_void.needs_group = unless_void.divides_by_spread = True

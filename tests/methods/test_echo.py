@@ -85,6 +85,11 @@ def test_its_config():
   c = echo.get_config('scale=0.2')
   assert c.env.train_observations and c.algorithm.advantage_kw.scale == 0.2
   checks.check(c)
+  assert not echo.get_config('base=search_r1').algorithm.entropy_coef
+  c.algorithm.entropy_coef = 0.001
+  with pytest.raises(ConfigError, match='entropy_coef=0.001.*observations'):
+    checks.check(c)
+  c.algorithm.entropy_coef = 0.0
   c.algorithm.drop_zero_variance = True
   with pytest.raises(ConfigError, match='drop_zero_variance'):
     checks.check(c)

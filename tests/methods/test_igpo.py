@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+from unittest import mock
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,7 +13,7 @@ from configs.methods import igpo
 from searchrl_jax import checks
 from searchrl_jax.data.checks import DataError
 from searchrl_jax.learn import advantages
-from searchrl_jax.rewards import core
+from searchrl_jax.rewards import core, progress
 from tests.methods import group as hand
 from tests.methods.group import CONTEXT, GROUP
 
@@ -145,6 +146,20 @@ def test_a_history_without_room_keeps_the_last_likelihood():
   np.testing.assert_allclose(found[1], [0, 0, 0], atol=1e-6)
   scorer.max_len = 3  # not even for the prompt
   assert hand.credits(rewards(scorer))[0] == [0, 0, 1]
+
+
+def test_a_history_without_room_can_stand_between_others(monkeypatch):
+  """Of contexts, a later one can be shorter."""
+  texts = '', 'text of a' * 9, 'text of a, text of b'
+  scorer, attempt = Scorer(), mock.Mock(question=hand.QUESTION)
+  attempt.before = lambda n: np.frombuffer(texts[n].encode(), np.uint8)
+  monkeypatch.setattr(progress, 'histories', lambda t: range(3))
+  context = dataclasses.replace(
+    CONTEXT, tokenizer=hand.ENV.tokenizer, engine=scorer
+  )
+  scorer.max_len = 60
+  [phi] = asyncio.run(igpo.likelihood([attempt], context, frame=''))
+  np.testing.assert_allclose(phi, [0.1, 0.1, 0.9], rtol=1e-6)
 
 
 def test_what_it_needs_and_its_arguments():

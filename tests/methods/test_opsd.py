@@ -51,6 +51,7 @@ def test_its_config_and_what_it_needs():
   c = opsd.get_config('scale=0.5,outcome=1.0,weights=frozen')
   assert c.teacher.weights == 'frozen'
   checks.check(c)
+  assert c.batch.lengths[-1] > c.env.max_tokens  # beside the demonstration
   bare = Question('q', 'who?', ('Ann',))
   with pytest.raises(DataError, match='facts'):
     checks.check_data(c, [bare])
