@@ -131,14 +131,14 @@ def own_mesh(mesh: Mesh) -> Mesh:
 
 
 @functools.lru_cache(maxsize=None)  # compiles once, not at every sync
-def _cast(dtype, layouts: tuple[NamedSharding, ...]):
+def _cast(dtypes: tuple[str, ...], layouts: tuple[NamedSharding, ...]):
   def cast(leaves):
-    return [x.astype(dtype or x.dtype) for x in leaves]
+    return [x.astype(dtype) for x, dtype in zip(leaves, dtypes, strict=True)]
 
   return jax.jit(cast, out_shardings=list(layouts))
 
 
-def own_copy(tree, mesh: Mesh, layout, dtype=None):
+def own_copy(tree, mesh: Mesh, layout, dtypes=None):
   """Arrays on a mesh of several processes, whole on each of them.
 
   All processes have to call it, as it communicates.
@@ -147,7 +147,7 @@ def own_copy(tree, mesh: Mesh, layout, dtype=None):
     tree: of arrays on `mesh`.
     mesh: of all processes, each with as many devices.
     layout: the shardings on `own_mesh(mesh)`.
-    dtype: of the copy; None: that of each array.
+    dtypes: a tree of names, of the copy; None: those of the arrays.
   """
   own = own_mesh(mesh)
   every = Mesh(
@@ -157,7 +157,9 @@ def own_copy(tree, mesh: Mesh, layout, dtype=None):
   )
   layouts = [NamedSharding(every, s.spec) for s in jax.tree.leaves(layout)]
   leaves, structure = jax.tree.flatten(tree)
-  whole = structure.unflatten(_cast(dtype, tuple(layouts))(leaves))
+  dtypes = dtypes or jax.tree.map(lambda x: x.dtype.name, tree)
+  cast = _cast((*jax.tree.leaves(dtypes),), tuple(layouts))
+  whole = structure.unflatten(cast(leaves))
 
   def here(x, sharding):
     shards = [s.data for s in x.addressable_shards]

@@ -19,7 +19,7 @@ from searchrl_jax.devices import cluster, sharding
 from searchrl_jax.devices.signals import Loop
 from searchrl_jax.engines import core as engines
 from searchrl_jax.engines.weights import publication, sync
-from searchrl_jax.models import decoder, lora, parameters
+from searchrl_jax.models import decoder, families, lora, parameters
 from searchrl_jax.run import build
 from searchrl_jax.sources import dials, none, simulated
 from searchrl_jax.sources.core import require_same_source
@@ -128,7 +128,12 @@ class Opener:
       return params
     if config.module == 'jax':
       layout = decoder.param_shardings(self.cfg, own)
-      return sharding.own_copy(params, self.mesh, layout, config.dtype)
+      dtypes = {
+        path: families.dtype_of(path, config.dtype)
+        for path in decoder.flatten(params)
+      }
+      dtypes = decoder.nest(dtypes)
+      return sharding.own_copy(params, self.mesh, layout, dtypes)
     if self.publisher is None:
       lookup.require(
         not remote.is_remote(remote.place(self.workdir)),

@@ -5,6 +5,7 @@ import sys
 import types
 from unittest import mock
 
+import jax
 import pytest
 
 from searchrl_jax import checks, train
@@ -12,10 +13,12 @@ from searchrl_jax.devices import sharding
 from searchrl_jax.engines.core import EngineError
 from searchrl_jax.evaluate import policy
 from searchrl_jax.lookup import ConfigError
+from searchrl_jax.models import decoder
 from searchrl_jax.run import services, session
 from searchrl_jax.sources.core import SourceError
 from tests import tiny
 from tests.conftest import ROOT
+from tests.models import test_deltanet as deltanets
 
 CFG = types.SimpleNamespace(lora=None)
 
@@ -162,3 +165,22 @@ def test_one_module_opens_services():
   }
   loop = 'searchrl_jax/devices/signals.py'
   assert found == {'searchrl_jax/run/services.py', loop}
+
+
+def test_what_processes_share_keeps_decays_in_float32(monkeypatch):
+  """Of delta nets, in half precision: e ** log(10) is 9.94 in bfloat16."""
+  cfg, mesh = deltanets.CFG, sharding.make_mesh(-1, 1, 1)
+  own = sharding.make_mesh(1, -1, 1)  # as if it were of this process alone
+  other = types.SimpleNamespace(
+    config=types.SimpleNamespace(
+      engine=types.SimpleNamespace(module='jax', dtype='bfloat16')
+    ),
+    mesh=mesh,
+    cfg=cfg,
+  )
+  monkeypatch.setattr(sharding, 'own_mesh', lambda _: own)
+  params = decoder.init_params(cfg, jax.random.key(0))
+  params = jax.device_put(params, decoder.param_shardings(cfg, mesh))
+  found = decoder.flatten(services.Opener.share(other, params))
+  whole = {path for path, x in found.items() if x.dtype.name == 'float32'}
+  assert whole == {'layers/delta_a_log', 'layers/delta_norm'}
