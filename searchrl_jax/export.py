@@ -102,7 +102,11 @@ def export(
     adapters, _ = lora.split(cfg, params)
     # What the adapters belong to: a run that it started from, or the model.
     model = config.train.init or config.model.path
-    lora.save(out, cfg, adapters, dtype=dtype, model=model, files=card)
+    kw = dict(dtype=dtype, model=model, files=card)
+    if model == config.model.path:
+      kind = pretrained.read_json(parameters.local(model))['model_type']
+      kw['wrapped'] = kind == 'gemma3'
+    lora.save(out, cfg, adapters, **kw)
     return
   cfg, params = lora.base(cfg), lora.merge(cfg, params)
   if config.model.path:

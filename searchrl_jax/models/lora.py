@@ -31,6 +31,7 @@ from searchrl_jax.store import folders
 CONFIG = 'adapter_config.json'
 WEIGHTS = 'adapter_model.safetensors'
 _PREFIX = 'base_model.model.'  # of PEFT's tensor names
+_TEXT, _WRAPPED = 'model.layers.', 'model.language_model.layers.'
 # Fields of an adapter_config.json that change the computation -> the values
 # that are implemented. Any other field has to be in _IGNORED, or off.
 _NEUTRAL = {
@@ -209,6 +210,7 @@ def save(
   *,
   dtype='float32',
   model='',
+  wrapped=False,
   files: Mapping[str, str] | None = None,
 ):
   """Writes a folder that PEFT and vLLM load, whose name appears when complete.
@@ -217,6 +219,8 @@ def save(
     adapters: as `split` returns them.
     dtype: of the stored tensors.
     model: name or folder of the base model, for PEFT.
+    wrapped: the base model holds the text model beside others, as Gemma 3 from
+      4B on does; adapters of the text model alone are then not found.
     files: name -> text of further files.
 
   Raises:
@@ -229,15 +233,18 @@ def save(
   table = tensor_table(cfg)
   for name, tensor in table.items():
     x = tensor.to_hf(flat[tensor.path][tensor.layer])
+    name = name.replace(_TEXT, _WRAPPED, 1) if wrapped else name
     host[name] = np.ascontiguousarray(x, np.dtype(dtype))
-  modules = {name.split('.')[-3] for name in table}
+  modules = sorted({name.split('.')[-3] for name in table})
   fields = {
     'peft_type': 'LORA',
     'task_type': 'CAUSAL_LM',
     'base_model_name_or_path': model,
     'r': cfg.lora.rank,
     'lora_alpha': cfg.lora.alpha,
-    'target_modules': sorted(modules),
+    'target_modules': rf'.*\.language_model\..*\.({"|".join(modules)})'
+    if wrapped
+    else modules,
     'lora_dropout': 0.0,
     'bias': 'none',
     'use_rslora': False,
@@ -276,6 +283,7 @@ def load(path, cfg: DecoderConfig, mesh=None) -> dict:
   cut = f'{weights}: truncated or malformed'
   with lookup.of(cut, ValueError, safetensors.SafetensorError):
     stored = safetensors.numpy.load_file(weights)
+  stored = {k.replace(_WRAPPED, _TEXT, 1): v for k, v in stored.items()}
   table, shapes = tensor_table(cfg), decoder.shapes_of(adapter_table(cfg))
   want = {name: tensor.shape for name, tensor in table.items()}
   decoder.check_shapes(f'{weights}: tensor', stored, want)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import jax
 import jax.numpy as jnp
@@ -186,6 +187,21 @@ def test_peft_files_round_trip(tmp_path):
   np.testing.assert_array_equal(stored[name], want)
   with pytest.raises(FileExistsError):
     lora.save(tmp_path / 'a', CFG, adapters)
+
+
+def test_adapters_of_a_wrapped_text_model(tmp_path):
+  adapters = random_adapters()
+  lora.save(tmp_path / 'a', CFG, adapters, wrapped=True)
+  fields = json.loads((tmp_path / 'a' / lora.CONFIG).read_text())
+  matches = re.compile(fields['target_modules']).fullmatch
+  assert matches('model.language_model.layers.1.self_attn.q_proj')
+  assert not matches('model.vision_tower.encoder.layers.1.self_attn.q_proj')
+  stored = safetensors.numpy.load_file(tmp_path / 'a' / lora.WEIGHTS)
+  assert {name.split('.layers.')[0] for name in stored} == {
+    'base_model.model.model.language_model'
+  }
+  found = lora.load(tmp_path / 'a', CFG)
+  jax.tree.map(np.testing.assert_array_equal, found, adapters)
 
 
 @pytest.mark.parametrize(

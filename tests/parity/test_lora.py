@@ -1,12 +1,14 @@
 """Adapters against transformers and peft, live: make test-parity."""
 
 import dataclasses
+import warnings
 
 import numpy as np
 import pytest
 
 torch = pytest.importorskip('torch', reason='torch is not installed')
 peft = pytest.importorskip('peft', reason='peft is not installed')
+transformers = pytest.importorskip('transformers')
 
 import jax  # noqa: E402
 
@@ -58,6 +60,30 @@ def test_peft_loads_ours(tmp_path, name, targets):
   pretrained.save(tmp_path / 'merged', lora.base(cfg), params)
   merged = make_models.reference(tmp_path / 'merged')
   assert worst(make_models.unpadded(merged, rows), want) <= off
+
+
+def test_peft_loads_ours_into_gemma_3_with_images(tmp_path):
+  """As AutoModelForCausalLM builds Gemma 3 from 4B on."""
+  folder, rows = models.write(tmp_path, 'gemma3'), models.inputs('gemma3')
+  cfg, base = with_adapters(folder)
+  adapters = random_adapters(cfg)
+  lora.save(tmp_path / 'adapter', cfg, adapters, wrapped=True)
+  text = make_models.reference(folder)
+  small = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1)
+  small |= dict(num_attention_heads=2, image_size=28, patch_size=14)
+  about = transformers.Gemma3Config(
+    text_config=text.config.to_dict(), vision_config=small
+  )
+  whole = transformers.Gemma3ForConditionalGeneration(about)
+  whole.model.language_model.load_state_dict(text.model.state_dict())
+  whole.lm_head.load_state_dict(text.lm_head.state_dict())
+  without = make_models.unpadded(whole.eval(), rows)
+  with warnings.catch_warnings(action='error', category=UserWarning):
+    model = peft.PeftModel.from_pretrained(whole, tmp_path / 'adapter')
+  want = make_models.unpadded(model.eval(), rows)
+  got = ours(cfg, lora.join(adapters, base), rows)
+  assert worst(got, want) <= golden.tolerance('gemma3')
+  assert worst(want, without) > 0.01
 
 
 @pytest.mark.parametrize('name', models.CONFIGS)
