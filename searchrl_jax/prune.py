@@ -138,7 +138,8 @@ def choose(
     counts: of every id, in the texts.
     needed: the same, in texts of which every entry is kept.
     least: the lowest count that is kept.
-    entries: of the model; special tokens beyond them have no embedding.
+    entries: of the model; added tokens beyond them have no embedding. Added
+      ones are kept, but for those of the vocabulary that are not special.
 
   Raises:
     ConfigError: it is no BPE.
@@ -147,8 +148,9 @@ def choose(
   kind = model['type']
   lookup.require(kind == 'BPE', f'a tokenizer of type {kind}: expected a BPE')
   vocab, through = model['vocab'], ways(model)
-  special = {t['id'] for t in added if t['special'] and t['id'] < entries}
-  unused = {t['id'] for t in added if _UNUSED.search(t['content'])} & special
+  apart = [t for t in added if t['special'] or t['content'] not in vocab]
+  special = {t['id'] for t in apart if t['id'] < entries}
+  unused = {t['id'] for t in apart if _UNUSED.search(t['content'])}
   single = tokenizers.pre_tokenizers.ByteLevel.alphabet()
   kept = special - unused
   for text, i in vocab.items():

@@ -146,6 +146,26 @@ def model(request, tmp_path_factory):
   return folder / 'model'
 
 
+def test_added_tokens_stay_but_for_those_of_the_vocabulary(monkeypatch):
+  """No count is of them: texts are counted without. Qwen's <think>, for one."""
+  monkeypatch.setattr(prune, 'MULTIPLE', 1)
+  added = [(3, '<think>', False), (4, '<eos>', True), (2, 'ab', False)]
+  added += [(5, '<unused0>', True), (9, '<far>', True)]
+  spec = {
+    'model': {
+      'type': 'BPE',
+      'vocab': {'a': 0, 'b': 1, 'ab': 2},
+      'merges': ['a b'],
+    },
+    'added_tokens': [
+      {'id': i, 'content': text, 'special': special}
+      for i, text, special in added
+    ],
+  }
+  none = np.zeros(6, int)
+  assert prune.choose(spec, none, none, 1, 6) == [0, 1, 3, 4]
+
+
 def test_a_small_version_writes_and_scores_the_same(model, tmp_path):
   texts, small = tmp_path / 'texts.txt', tmp_path / 'small'
   texts.write_text('\n'.join(scripted.TEXTS[:1] * 4))
