@@ -519,8 +519,24 @@ def _pack_trees(
     free[r] -= len(part.ids)
     places[r] -= 1
     left -= int(part.mask.sum())
-    last = part
+    last = _with_known(part, last, common)
   return out
+
+
+def _with_known(part: Tokens, last: Tokens, common: int) -> Tokens:
+  """`part` with the experts that attempts before it used at its nodes.
+
+  common: tokens that it has in common with `last`, whose nodes these are.
+  """
+  if last.routes is None or not common:
+    return part
+  routes = part.routes
+  if routes is None:
+    shape = len(part.ids), *last.routes.shape[1:]
+    routes = np.full(shape, -1, last.routes.dtype)
+  known = np.where(routes[:common] < 0, last.routes[:common], routes[:common])
+  routes = np.concatenate([known, routes[common:]])
+  return part._replace(routes=routes)
 
 
 def _common(a: Tokens, b: Tokens) -> int:

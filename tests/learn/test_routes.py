@@ -133,6 +133,32 @@ def test_a_mean_is_over_what_is_known(trajectories):
   np.testing.assert_allclose(mixed['routes_differ'], whole['routes_differ'])
 
 
+def test_what_is_not_known_does_not_join_other_experts(trajectories):
+  """A path's experts stay those of the attempt that had them first."""
+  first = trajectories[0]
+  ids = [s.ids for s in first.segments]
+  last = lambda n: dataclasses.replace(
+    first.segments[-1], ids=np.array([*ids[-1][:-1], n], np.int32)
+  )
+  other = (first.routes[0] + 1) % 8
+  tried = [
+    dataclasses.replace(
+      first, sample=n, segments=(*first.segments[:-1], last(n)), routes=routes
+    )
+    for n, routes in enumerate((first.routes, (), (other,)))
+  ]
+  c = base.config(**KW, **{'batch.prefix_tokens': 128})
+  made = dataclasses.replace(base.updater(c, cfg=CFG), replays=True)
+  [[batch]] = batching.make(tried, [True] * 3, [0] * 3, c.batch)
+  given = np.asarray(made.put(batch)['routes'])[0]
+  own = batch.owner[batch.owner >= 0]
+  for owner, (_, at) in zip(own, batch.spans(), strict=True):
+    if owner != 1:
+      known = tried[owner].routes[0][:-1]
+      got = given[batch.tree.at[at]][: len(known)]
+      np.testing.assert_array_equal(np.sort(got, -1), np.sort(known, -1))
+
+
 def test_nodes_of_other_experts_are_apart(trajectories):
   """Two attempts with one beginning, of which one token has other experts."""
   first = trajectories[0]
