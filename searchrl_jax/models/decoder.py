@@ -33,7 +33,7 @@ from searchrl_jax.models import (
   remat,
   rotary,
 )
-from searchrl_jax.models.products import dense
+from searchrl_jax.models.products import dense, rounded, scaled, shifted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -269,7 +269,7 @@ def rms_norm(x, weight, eps: float):
   """In float32 whatever the activations' dtype."""
   x32 = x.astype(jnp.float32)
   scale = jax.lax.rsqrt(jnp.mean(x32 * x32, -1, keepdims=True) + eps)
-  return (x32 * scale).astype(x.dtype) * weight.astype(x.dtype)
+  return scaled((x32 * scale).astype(x.dtype), weight)
 
 
 def norm(cfg: DecoderConfig, x, weight):
@@ -277,7 +277,7 @@ def norm(cfg: DecoderConfig, x, weight):
   offset = cfg.traits.norm_offset
   if not offset:
     return rms_norm(x, weight, cfg.norm_eps)
-  factor = weight.astype(jnp.float32) + offset
+  factor = rounded(weight, x.dtype) + offset
   return rms_norm(x.astype(jnp.float32), factor, cfg.norm_eps).astype(x.dtype)
 
 
@@ -316,7 +316,7 @@ def project(p: dict, cfg: DecoderConfig, x, name: str):
     low = dense(x, p[f'{name}_lora_a'], inputs)
     y = y + cfg.lora.scale * dense(low, p[f'{name}_lora_b'])
   if cfg.traits.qkv_bias and name in 'qkv':
-    y = y + p[f'{name}_bias'].astype(y.dtype)
+    y = shifted(y, p[f'{name}_bias'])
   return y
 
 

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from searchrl_jax.devices import sharding
+from searchrl_jax.models.products import rounded
 
 CHUNK = 64
 _matmul = functools.partial(jnp.matmul, precision='highest')
@@ -77,7 +78,8 @@ def initial(name: str, key, shape):
 
 def gates(a, b, a_log, dt_bias):
   """g and beta, float32 [B, T, V], from projections of the input."""
-  a, b, a_log, dt_bias = (x.astype(jnp.float32) for x in (a, b, a_log, dt_bias))
+  dt_bias = rounded(dt_bias, a.dtype)
+  a, b, a_log = (x.astype(jnp.float32) for x in (a, b, a_log))
   return -jnp.exp(a_log) * jax.nn.softplus(a + dt_bias), jax.nn.sigmoid(b)
 
 
@@ -94,7 +96,7 @@ def convolve(x, w, positions, before=None):
   if before is None:
     before = jnp.zeros((B, taps - 1, M), x.dtype)
   rows = jnp.concatenate([before, x], 1).astype(jnp.float32)
-  w, out = w[:, 0].astype(jnp.float32), jnp.zeros((), jnp.float32)
+  w, out = rounded(w[:, 0], x.dtype), jnp.zeros((), jnp.float32)
   if T == 1 and sharding.platform() == 'cpu':
     # A sum that XLA computes once, not in each loop that needs a part of it.
     near = (positions >= jnp.arange(taps)[::-1])[..., None]

@@ -1,5 +1,7 @@
 """config.json <-> flags, and the key maps; both refuse what is not there."""
 
+import dataclasses
+
 import hypothesis
 from hypothesis import strategies as st
 import jax
@@ -8,6 +10,7 @@ import numpy as np
 import pytest
 
 from searchrl_jax.models import (
+  decoder,
   families,
   hf_config,
   hf_tensors,
@@ -643,9 +646,40 @@ def test_a_projection_by_hand():
   assert tensor.to_ours(x)[3, 2, 5] == x[5, 3 * H + 2]
 
 
-def test_gradients_of_weights_are_sums_in_float32():
+@pytest.mark.parametrize(
+  'of', [products.dense, products.scaled, products.shifted]
+)
+def test_gradients_of_weights_are_sums_in_float32(of):
   """In half precision too: 257 is no bfloat16 (256 and 258 are)."""
   x = jnp.ones((1, 257, 1), jnp.bfloat16)
-  w = jnp.ones((1, 1), jnp.float32)
-  grad = jax.grad(lambda w: products.dense(x, w).astype(jnp.float32).sum())(w)
-  assert grad.dtype == jnp.float32 and float(grad[0, 0]) == 257.0
+  w = jnp.ones((1, 1) if of is products.dense else (1,), jnp.float32)
+  whole = lambda w: of(x, w).astype(jnp.float32).sum()
+  grad = jax.grad(whole)(w)
+  assert grad.dtype == jnp.float32 and float(grad.sum()) == 257.0
+  # A CPU sums up in float32 whatever it is asked for.
+  program = jax.make_jaxpr(jax.grad(whole))(w)
+  sums = [e for e in program.eqns if e.primitive.name == 'reduce_sum']
+  assert {str(e.invars[0].aval.dtype) for e in sums} <= {'float32'}
+
+
+def test_a_rounded_weight_has_the_gradient_of_the_weight():
+  w = jnp.float32([-4.01, 0.2609])
+  value, grad = jax.value_and_grad(
+    lambda w: products.rounded(w, jnp.bfloat16) @ jnp.float32([1, 10])
+  )(w)
+  assert float(value) == -4.0 + 2.6171875  # 10 x .26171875
+  assert grad.tolist() == [1, 10]
+
+
+@pytest.mark.parametrize('name', models.CONFIGS)
+def test_the_trainer_computes_with_what_an_engine_holds(name, tmp_path):
+  """In bfloat16: masters in float32 give what their rounded values give."""
+  cfg, params = pretrained.load(models.write(tmp_path / 'model', name))
+  cfg = dataclasses.replace(cfg, dtype='bfloat16')
+  held = {
+    path: x.astype(families.dtype_of(path, 'bfloat16'))
+    for path, x in decoder.flatten(params).items()
+  }
+  ids = np.stack([row[:8] for row in models.inputs(name)])
+  forward = jax.jit(lambda p: decoder.hidden_states(p, cfg, ids))
+  np.testing.assert_array_equal(forward(params), forward(decoder.nest(held)))
