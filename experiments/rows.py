@@ -26,11 +26,9 @@ of the JSON.
 
 from collections.abc import Mapping, Sequence
 import dataclasses
-import functools
 import hashlib
 import json
 import pathlib
-from typing import Any
 
 from absl import flags
 from ml_collections import ConfigDict
@@ -84,23 +82,9 @@ def of_run(row: Sweep, stage: str) -> str:
     digest(one.config(core.parse(case)[0]))
     for one, case in map(row.stage, core.before(row, stage))
   ]
-  evaluations = {name: _named(fn) for name, fn in arm.evaluations.items()}
+  evaluations = {name: core.named(fn) for name, fn in arm.evaluations.items()}
   loop = arm.loop if arm.train else ''
   return _hashed([configs, loop, evaluations])
-
-
-def _named(x) -> Any:
-  if isinstance(x, functools.partial):
-    return [*map(_named, (x.func, *x.args)), x.keywords]
-  if not callable(x):
-    return x
-  name = f'{x.__module__}.{x.__qualname__}'
-  lookup.require(
-    '<' not in name,
-    f'evaluation {name}: its name does not say what it does; use a function of '
-    'a module, or functools.partial of one',
-  )
-  return name
 
 
 def _hashed(content) -> str:

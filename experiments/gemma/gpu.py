@@ -91,11 +91,12 @@ def main():
     *(f'--config.{field}' for field in _SET.value),
   )
   if left() > _LEAST.value:
+    steps = len((run_ / 'metrics.jsonl').read_text().splitlines())
     run(
       'sampled',
       'searchrl_jax.evaluate',
       f'--workdir={run_}',
-      f'--out={out / "sampled"}',
+      f'--out={out / f"sampled_{steps}"}',
       '--config.eval.temperature=1',
     )
   print(f'{time.monotonic() - begin:.0f} s in all; {out / "gpu.json"}')
@@ -106,11 +107,10 @@ def report(out: pathlib.Path, seconds: dict, begin: float) -> None:
   log = out / 'grpo' / 'metrics.jsonl'
   lines = log.read_text().splitlines() if log.exists() else []
   steps = [json.loads(line) for line in lines]
-  sampled = out / 'sampled' / 'eval.json'
   scored = [s | {'step': s['step'] + 1} for s in steps if 'eval/em' in s]
-  if sampled.exists():
-    after = json.loads(sampled.read_text())
-    scored.append({'step': steps[-1]['step'] + 1, 'sampled': True} | after)
+  for path in out.glob('sampled_*/eval.json'):
+    after = json.loads(path.read_text())
+    scored.append({'step': after['checkpoint'], 'sampled': True} | after)
   shown = [
     f'eval/set={name}/{score}'
     for name in ('dev', 'tune')

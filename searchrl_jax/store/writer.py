@@ -313,6 +313,9 @@ class Writer:
 
     def push():
       self._require_folder()  # before a checkpoint is written to it
+      if self._metrics.exists():
+        with open(self._metrics, 'a') as file:
+          os.fsync(file.fileno())
       remote.push(self.folder)
 
     cluster.agree('push', push)

@@ -191,6 +191,25 @@ def needed(
   return [*dict.fromkeys(one for stage in left for one in before(sweep, stage))]
 
 
+def named(x) -> Any:
+  """What a function is and does, for JSON.
+
+  Raises:
+    ConfigError: its name does not say it.
+  """
+  if isinstance(x, functools.partial):
+    return [*map(named, (x.func, *x.args)), x.keywords]
+  if not callable(x):
+    return x
+  name = f'{x.__module__}.{x.__qualname__}'
+  lookup.require(
+    '<' not in name,
+    f'evaluation {name}: its name does not say what it does; use a function of '
+    'a module, or functools.partial of one',
+  )
+  return name
+
+
 # ---- Changes of a config.
 
 

@@ -153,6 +153,7 @@ def complete(
       name
       for name in sorted(names, key=core.parse)
       if purpose in ('', sweep.purpose(arm, name))
+      and core.parse(name)[1] in (sweep.worlds or (None,))
       and stages.done(sweep, f'arms/{arm.name}/{name}', workdir)
     ]
   return out

@@ -24,6 +24,8 @@ from searchrl_jax.sweep.core import Arm, Start, Sweep
 UNREAD = (
   'algorithm', 'eval', 'judge', 'reward', 'rollout', 'selfplay', 'train.steps',
 )  # fmt: skip
+ENDS = 'sft.seconds', 'train.seconds'
+EVALUATION = 'evaluation.json'  # what was measured, beside values.json
 
 
 class Clock:
@@ -106,8 +108,8 @@ def done(sweep: Sweep, stage: str, workdir: pathlib.Path) -> bool:
   free = tuple(f'{x}.' for x in (UNREAD if isinstance(one, Start) else ()))
   for field, (old, new) in lookup.differences(before, now).items():
     moved = field in sweep.needs(stage) and _within(old) == _within(new)
-    # Where a finished warm start ended depends on sft.seconds.
-    other = field != 'sft.seconds' and writer.is_free(field)
+    # Where a finished stage ended depends on its time.
+    other = field not in ENDS and writer.is_free(field)
     lookup.require(
       moved or other or f'{field}.'.startswith(free),
       f'{folder} was run with another config: {field} was {old!r} and is '
@@ -116,9 +118,44 @@ def done(sweep: Sweep, stage: str, workdir: pathlib.Path) -> bool:
   made = about['contents']  # {} of a config that names nothing
   named = contents(sweep, stage, workdir) if made else {}
   lookup.require_contents(folder, made, named)
-  return isinstance(one, Start) or all(
-    (folder / variant / 'values.json').exists() for variant in one.evaluations
+  if isinstance(one, Start):
+    return True
+  lookup.require(
+    not one.train or about.get('loop', one.loop) == one.loop,
+    f'{folder} was trained by {about.get("loop")!r}, and {one.loop!r} is the '
+    'loop now; remove that folder, or set another --workdir',
   )
+  return all(
+    _measured(folder / variant, measure)
+    for variant, measure in one.evaluations.items()
+  )
+
+
+def _measured(folder: pathlib.Path, measure: core.Evaluation) -> bool:
+  """Whether there are values of an evaluation.
+
+  Raises:
+    ConfigError: they are those of another one.
+  """
+  if not (folder / 'values.json').exists():
+    return False
+  about = folder / EVALUATION
+  now = _definition(measure)
+  before = json.loads(about.read_text()) if about.exists() else now
+  lookup.require(
+    now is None or before == now,
+    f'{folder} has the values of another evaluation: {before}, and {now} now; '
+    'remove that folder, or set another --workdir',
+  )
+  return True
+
+
+def _definition(measure: core.Evaluation):
+  """`core.named`, as JSON has it; None where that says too little."""
+  try:
+    return json.loads(json.dumps(core.named(measure)))
+  except (lookup.ConfigError, TypeError):
+    return None
 
 
 def _within(run: str) -> tuple[str, ...]:
@@ -140,6 +177,13 @@ def run_stage(
 
 def _run_stage(sweep, stage: str, workdir: pathlib.Path, url: str) -> None:
   folder, config = workdir / stage, config_of(sweep, stage, workdir)
+  # In a queue, a stage begins also where one before it has failed.
+  for start in sweep.needs(stage).values():
+    finished = (workdir / start / 'done.json').exists()
+    message = (
+      f'{stage} starts from {start}, which is not complete: run it first'
+    )
+    lookup.require(finished, message)
   plain = records.plain(config)
   config.source.url = url or config.source.url
   clock = Clock(folder / 'seconds.json')
@@ -152,6 +196,8 @@ def _run_stage(sweep, stage: str, workdir: pathlib.Path, url: str) -> None:
       with clock('train'):
         loop = lookup.function('searchrl_jax', arm.loop) if arm else sft.sft
         loop(config, run)
+      if arm:
+        content['loop'] = arm.loop
     content['commit'] = writer.environment()['commit'] or 'none'
     records.write_json(folder / 'done.json', content | {'code': cluster.code()})
   if arm is None:
@@ -160,10 +206,12 @@ def _run_stage(sweep, stage: str, workdir: pathlib.Path, url: str) -> None:
   run = run if arm.train else config.train.init
   for variant, measure in arm.evaluations.items():
     out = folder / variant
-    if (out / 'values.json').exists():
+    if _measured(out, measure):
       continue
     with clock('evaluate'):
       values = measure(config, run, str(out))
+    if defined := _definition(measure):
+      records.write_json(out / EVALUATION, defined)
     records.write_json(out / 'values.json', values)
 
 

@@ -175,6 +175,44 @@ def test_what_was_done_with_another_config_is_refused_by_field(tmp_path):
     stages.done(row, stage, tmp_path)
 
 
+def test_what_was_measured_or_trained_otherwise_is_refused(tmp_path):
+  def row_with(em: str, **fields):
+    measure = {'after': rows.evaluation({'eval.match': em})}
+    return row_of(dataclasses.replace(arm('a'), evaluations=measure, **fields))
+
+  row, stage = row_with('em'), tmp_path / 'arms/a/0'
+  config = records.plain(stages.config_of(row, 'arms/a/0', tmp_path))
+  about = {'config': config, 'contents': {}, 'loop': row.arms[0].loop}
+  records.write_json(stage / 'done.json', about)
+  records.write_json(stage / 'after' / 'values.json', {})
+  of = core.named(row.arms[0].evaluations['after'])
+  records.write_json(stage / 'after' / stages.EVALUATION, of)
+  assert stages.done(row, 'arms/a/0', tmp_path)
+  for other, named in (
+    (row_with('text'), 'after has the values of another evaluation.*text'),
+    (row_with('em', loop='experiments.ssp.train.train'), 'trained by .*ssp'),
+  ):
+    with pytest.raises(ConfigError, match=named):
+      stages.done(other, 'arms/a/0', tmp_path)
+  config['train']['seconds'] = 5.0  # it may have ended a run
+  records.write_json(stage / 'done.json', about)
+  with pytest.raises(ConfigError, match='train.seconds was 5.0'):
+    stages.done(row, 'arms/a/0', tmp_path)
+
+
+def test_no_stage_starts_from_one_that_is_not_complete(tmp_path):
+  """As in a queue, where the warm start was cancelled and has saved."""
+  row = row_of(
+    arm('a', 'warm', seeds=(0,)), warm={'warm': rows.Start(tiny_row.config)}
+  )
+  records.write_text(tmp_path / 'warm/warm/0/run/checkpoints/1/x', 'half')
+  with pytest.raises(
+    ConfigError, match='starts from warm/warm/0, which is not'
+  ):
+    stages.run_stage(row, 'arms/a/0', tmp_path, '')
+  assert not (tmp_path / 'arms/a/0/run').exists()
+
+
 def test_what_was_done_with_other_contents_is_refused_by_field(tmp_path):
   row = row_of(
     arm('a', 'warm', seeds=(0,)), warm={'warm': rows.Start(tiny_row.config)}

@@ -157,6 +157,7 @@ def test_a_tidy_file_and_a_table_keep_purposes_apart(tmp_path):
     for case, value in runs.items():
       complete(made, tmp_path, f'arms/{arm}/{case}', 0.0, value)
   (tmp_path / 'arms/base/5-1.old').mkdir()  # someone's copy
+  complete(made, tmp_path, 'arms/base/9-0', 0.0, 9.0)  # a world of before
   text = figures.write(made, tmp_path)
   # Student's t over the worlds' 0.375 and 0.625: 12.706 * 0.177 / 1.414. The
   # least of 16 resamples is 0.25 twice and 0.5 twice, whose middle is 0.375.
