@@ -45,6 +45,7 @@ if logging.getLogger('httpx').level == logging.NOTSET:
 _RETRIED = {429: 'overloaded', 503: 'overloaded'}
 _RETRIED |= {502: 'unreachable', 504: 'timeout'}
 _SURROGATE = re.compile('[\ud800-\udfff]')
+_REFUSED = (400, 413, 414, 422)  # what the request holds is at fault
 # Statuses of a request that is not at fault -> what to do.
 _FIX = dict.fromkeys(
   (404, 405),
@@ -373,7 +374,9 @@ class RetrievalClient:
       wait = retry_after(headers.get('Retry-After', ''))
       raise Failure(_RETRIED[status], problem, wait, queries)
     if status != 200:
-      kind = 'rejected' if 400 <= status < 500 else 'bad_response'
+      # Another status says that this is no server of the protocol.
+      refused = _REFUSED if call.path == '/retrieve' else range(400, 500)
+      kind = 'rejected' if status in refused else 'bad_response'
       kind = 'unauthorised' if status in (401, 403) else kind
       raise RetrievalError(kind, url, problem, fix=_FIX.get(status, ''))
     try:

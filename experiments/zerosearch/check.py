@@ -11,6 +11,7 @@ import pathlib
 
 from searchrl_jax.rewards import scores
 from searchrl_jax.run import command
+from searchrl_jax.sources import simulated
 from searchrl_jax.store import records
 from searchrl_jax.types import SEARCH, SearchResult, Trajectory
 
@@ -32,7 +33,7 @@ def asks(trajectory: Trajectory) -> Iterator[bool]:
     yield query == holder
     found = getattr(search, 'passages', ())
     if len(path) == 2 and query == person and found:
-      if found[0].id.startswith('simulated-useful'):
+      if simulated.kind_of(found[0]) == 'useful':
         text = ' '.join(p.text for p in found)
         _, linked, after = text.partition(f'{path[0]} ')
         holder = after.split(';')[0].rstrip('.') if linked else None
@@ -58,11 +59,10 @@ def count(
       if not isinstance(search, SearchResult):
         failed += 1
         continue
-      name = search.passages[0].id if search.passages else ''
-      if not name.startswith('simulated-'):
+      kind = search.passages and simulated.kind_of(search.passages[0])
+      if not kind:
         real += 1
         continue
-      kind = name.split('-')[1]
       text = ' '.join(p.text for p in search.passages)
       holds = scores.states(text, trajectory.question.answers)
       holds_by_kind[f'{kind}_gold_all'].append(holds)

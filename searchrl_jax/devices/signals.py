@@ -13,12 +13,14 @@ import logging
 import os
 import signal
 import threading
+import time
 from typing import Any
 
 _ANSWER = (
   'sampling ends now, and an update at its end; then the run is saved. Another '
   'signal ends it at once'
 )
+PATIENCE = 30.0  # seconds in which what is cancelled has to end
 CAUGHT = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1
 
 
@@ -96,14 +98,18 @@ class Loop:
       future.cancel()
     # A cancelled future is done before its task has ended.
     await asyncio.sleep(0)
-    while any(t.cancelling() for t in _others()):
+    end = time.monotonic() + PATIENCE
+    while left := [t for t in _others() if t.cancelling()]:
+      if time.monotonic() > end:
+        return _leave(left)
       await asyncio.sleep(0.001)
 
   async def _end(self):
     others = _others()
     for task in others:
       task.cancel()
-    await asyncio.gather(*others, return_exceptions=True)
+    if others:
+      _leave((await asyncio.wait(others, timeout=PATIENCE))[1])
     first = None
     for function in reversed(self._last):
       try:
@@ -113,6 +119,12 @@ class Loop:
         first = e
     if first:
       raise first
+
+
+def _leave(tasks: Iterable[asyncio.Task]) -> None:
+  """Says which do not end although they were cancelled, as a program may."""
+  for task in tasks:
+    logging.warning('left alone, as it does not end: %s', task.get_coro())
 
 
 async def gather(work: Iterable[Coroutine]) -> list[Any]:

@@ -216,7 +216,9 @@ def make(sessions: Sessions, tokenizer) -> Starlette:
       raise HttpError(400, what, 'queries')
     found = await own.search(queries, k)
     hits = [[*map(_hit, one.passages)] for one in found]
-    return JSONResponse({'result': hits})
+    # In ASCII: a passage may hold half of a surrogate pair, which has no UTF-8.
+    content = json.dumps({'result': hits})
+    return Response(content, media_type='application/json')
 
   async def models(http: HttpRequest) -> Response:
     session(http)

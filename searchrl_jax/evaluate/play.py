@@ -88,7 +88,7 @@ class _Told:
   def __init__(self, question: Question, env, on_event: OnEvent):
     self._name, self._tell = f'{question.id}/solver/0', on_event
     self._bytes = env.tokenizer.token_bytes
-    self._parser = env.reset(question)[0].parser
+    self._parser, self._later = env.reset(question)[0].parser, env.later
     self._decoder = codecs.getincrementaldecoder('utf-8')('replace')
     self._part: list[int] = []  # of a character
     self._waiting: list[list[int]] = []  # characters whose block is not certain
@@ -112,6 +112,7 @@ class _Told:
       self._decoder.reset()
       self._feed()
     self._show(self._parser.finish())
+    self._parser = self._later
 
   def _feed(self) -> None:
     piece = b''.join(map(self._bytes, self._part))

@@ -199,18 +199,19 @@ class Services:
     name = (self.seed, self.step, question.id, self.role, sample)
     return trajectory_seed(*name, *branch)
 
-  def slots(self, handles: int = 1) -> asyncio.Semaphore:
+  def slots(self, handles: int = 1, timed=False) -> asyncio.Semaphore:
     """One place for each unit of work that the engine can serve at a time.
 
     handles: the most that a unit keeps open. A unit waits for its place, and
     opens handles only while it has it: otherwise units that wait for each
-    other's room may never end (design 5.5).
+    other's room may never end (design 5.5). timed: it must not wait for room
+    while it has its place, as its time runs.
     """
     room = self.engine.capacity(self.env.config.max_tokens)
     places = self.config.concurrency or room
-    if handles > 1:
+    if handles > 1 or timed:
       # The engine admits forks of what has begun without asking for room:
-      # leave enough for those of all steps that are under way.
+      # leave enough for what all steps have begun.
       room //= 1 + self.config.max_staleness
       places = min(places, room) // handles
     return asyncio.Semaphore(max(1, places))

@@ -49,7 +49,8 @@ async def sample(
 ) -> list[Group]:
   """A trajectory of the program for each name; see the module."""
   c, env = services.config, services.env
-  slots, sessions, play = services.slots(), Sessions(), _program(program)
+  slots, sessions = services.slots(timed=True), Sessions()
+  play = _program(program)
   own = Sampling(1, c.temperature, c.top_p, c.top_k, priority=services.step)
 
   async def one(url: str, question: Question, n: int) -> None:

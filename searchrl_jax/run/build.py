@@ -192,6 +192,12 @@ def check_environment(config: ConfigDict, *templates: str) -> None:
       if check:  # of the whole config
         check(config, fields)
   for path in templates or (config.env.template,):
+    lookup.require(
+      '{id}' not in prompts.load(path).passage
+      or not config.source.dials.get('contradict'),
+      f'template {path!r} shows the ids of passages, which name the false ones '
+      'of config.source.dials.contradict: take {id} out of its passage',
+    )
     for kind in prompts.load(path).kinds.values():
       lookup.require(
         kind.tool in ('', SEARCH, *config.tools),

@@ -145,8 +145,9 @@ class ServiceSource:
         answers = await self._ask(rest, k) if rest else {}
         return dict.fromkeys(queries, error) | answers
       single = len(queries) == 1
-      if single and error.kind == 'rejected' and await self._is_healthy(k):
-        return {queries[0]: ()}  # the server cannot process this query
+      if single and error.kind == 'rejected':
+        if await self._is_healthy(k, error.url.removesuffix('/retrieve')):
+          return {queries[0]: ()}  # the server cannot process this query
       if single or error.kind not in _SPLIT:
         return dict.fromkeys(queries, error)
     half = len(queries) // 2
@@ -155,10 +156,10 @@ class ServiceSource:
     )
     return first | second
 
-  async def _is_healthy(self, k: int) -> bool:
-    """Whether the server answers a valid query."""
+  async def _is_healthy(self, k: int, url: str) -> bool:
+    """Whether this server answers a valid query."""
     try:
-      return bool(await self._client.retrieve(['health'], k))
+      return bool(await self._client.retrieve(['health'], k, url))
     except RetrievalError:
       return False
 

@@ -31,6 +31,7 @@ from searchrl_jax.text.prompts import slots
 from searchrl_jax.types import SearchRequest as Request
 
 SIMULATED = 'simulated'  # config.source.module
+KINDS = 'useful', 'noisy'
 SLOTS = ('question', 'answers', 'query', 'k')
 _WHERE = 'config.source.simulator'
 _ASKED = types.Question('check', 'What is the capital of France?', ('Paris',))
@@ -53,7 +54,7 @@ def check(config: ConfigDict) -> None:
   Raises:
     ValueError: names the field, its value and what it must be.
   """
-  for name in ('useful', 'noisy'):
+  for name in KINDS:
     with lookup.of(f'{_WHERE}.{name}, where a brace is written twice'):
       used = {field for _, field in slots(config[name])} - {None}
     good, where = {'query'} <= used <= {*SLOTS}, f'{_WHERE}.{name}'
@@ -168,9 +169,7 @@ class SimulatedSource:
       # On hundreds of empty lines, a pattern that spans lines takes minutes.
       reply = '\n'.join(x for x in reply.splitlines() if x.strip())
       documents = list(self._document.finditer(reply))[: request.k]
-      passages = tuple(
-        _passage(match, f'{kind}-{i}') for i, match in enumerate(documents, 1)
-      )
+      passages = tuple(_passage(match, kind) for match in documents)
       if passages and all(p.text for p in passages):
         return types.SearchResult(request, passages, time.monotonic() - begin)
       last = ChatError('unusable', repr(reply[:200]))
@@ -226,10 +225,19 @@ def make(config: ConfigDict, *, seed: int, writer, **_) -> SimulatedSource:
   return SimulatedSource(config, seed, writer)
 
 
-def _passage(match: re.Match, name: str) -> types.Passage:
+def kind_of(passage: types.Passage) -> str:
+  """'useful' or 'noisy'; '' of a passage that was not simulated."""
+  text = passage.title, passage.text
+  return next((k for k in KINDS if name_of(k, *text) == passage.id), '')
+
+
+def name_of(kind: str, title: str, text: str) -> str:
+  """Of a document, whatever query it is for; who reads it learns no kind."""
+  content = f'{kind}\0{title}\0{text}'.encode('utf-8', 'surrogatepass')
+  return f'simulated-{hashlib.sha256(content).hexdigest()[:12]}'
+
+
+def _passage(match: re.Match, kind: str) -> types.Passage:
   fields = {'title': '', 'text': match.group(1) or '', **match.groupdict('')}
   title, text = (' '.join(fields[f].split()) for f in ('title', 'text'))
-  # Different documents have different ids, whatever query they were for.
-  content = f'{title}\0{text}'.encode('utf-8', 'surrogatepass')
-  digest = hashlib.sha256(content).hexdigest()[:12]
-  return types.Passage(f'simulated-{name}-{digest}', title, text)
+  return types.Passage(name_of(kind, title, text), title, text)

@@ -349,6 +349,11 @@ class Calls(untrusted.Observer):
       passages: of each answer; see Observer.
       limit: of which each answer gets an equal share.
     """
+    ids, cut, _ = self.shared(passages, limit)
+    return ids, cut
+
+  def shared(self, passages: Sequence[Any], limit: int):
+    """What a call returns, and the tokens that each answer got; 0: no room."""
     opening, *closing = self._frames[len(passages)]
     share = limit // len(passages)
     while share > 0:
@@ -360,9 +365,9 @@ class Calls(untrusted.Observer):
       parts = untrusted.neutralised(self.template, parts, normalise)
       ids = self.tokenizer.encode_parts(parts)
       if len(ids) <= limit:
-        return ids, any(cut for *_, cut in found)
+        return ids, any(cut for *_, cut in found), share
       share -= -((limit - len(ids)) // len(passages))
-    return [], True
+    return [], True, 0
 
   def _encode(self, body: Sequence[Part]) -> list[int]:
     return self.tokenizer.encode_parts(self._written(body))

@@ -120,7 +120,7 @@ class SearchEnv:
     self._head = own.head if own else []  # before every turn but the first
     # A chat template may begin every reply with a thought.
     head = tokenizer.decode(self._head)
-    self._first = parsing.start(self._tags, head)  # of these turns
+    self.later = parsing.start(self._tags, head)  # the parser of these turns
     # The shortest answer must fit after any text that is appended, and so must
     # the end of the turn before.
     self._reserve = len(encode(''.join(template.answer))) + 1 + bool(own)
@@ -230,6 +230,8 @@ class SearchEnv:
       state.segments, self.template, self.tokenizer, state.blocks
     )
     told = {name: getattr(state, name) for name in counters}
+    if state.shares:
+      told['shares'] = state.shares
     if self.config.attempts > 1:
       told['attempt'] = self._attempts(blocks, state.turn + 1)
     out = types.Trajectory(
@@ -283,13 +285,13 @@ class SearchEnv:
   def retrieved(self, trajectory: types.Trajectory) -> list[str]:
     """The texts of observations that show what a search found."""
     searches = trajectory.calls(types.SEARCH)
-    limit = self.config.max_observation_tokens
     if self._calls:  # which share an observation, with those of other tools
       found = [s for s in searches if isinstance(s, types.SearchResult)]
-      made = [s.request.turn for s in trajectory.searches]
-      share = lambda s: limit // made.count(s.request.turn)
-      shown = (self._observe.fitted(s.shown, share(s))[0] for s in found)
-      return [''.join(text for text, _ in body) for body in shown]
+      shares = trajectory.meta.get('shares', {})  # a program's have none
+      most = self.config.max_observation_tokens
+      cut = [(s.shown, shares.get(str(s.request.turn), most)) for s in found]
+      bodies = [self._calls.fitted(*one)[0] for one in cut if one[1]]
+      return [''.join(text for text, _ in body) for body in bodies]
     turns = {s.request.turn for s in searches}
     kind = 'environment', 'information'
     return [
@@ -509,11 +511,16 @@ class SearchEnv:
     # Where no call could be made, there is nothing new in place of older ones.
     begun = self._drop(state) if results else state
     limit = min(self.config.max_observation_tokens, self._room(begun))
-    ids, cut = self._observe(self._shown(state, results), limit)
-    cut += state.cut_observations
+    shown, shares = self._shown(state, results), state.shares
+    if self._calls:
+      ids, cut, share = self._calls.shared(shown, limit)
+      shares = {**shares, str(state.turn): share}
+    else:
+      ids, cut = self._observe(shown, limit)
+    told = dict(cut_observations=cut + state.cut_observations, shares=shares)
     if not ids:
-      return self._full(dataclasses.replace(state, cut_observations=cut))
-    begun = dataclasses.replace(begun, cut_observations=cut)
+      return self._full(dataclasses.replace(state, **told))
+    begun = dataclasses.replace(begun, **told)
     return self._respond(begun, ids, 'information' if results else 'other')
 
   def _shown(self, state: State, results: tuple) -> Sequence:
@@ -663,7 +670,7 @@ class SearchEnv:
     state = dataclasses.replace(
       state,
       length=state.length + len(appended),
-      parser=self._first,
+      parser=self.later,
       turn=state.turn + 1,
       used=used,
       asked=ask,

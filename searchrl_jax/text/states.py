@@ -4,7 +4,7 @@
 and a `Search` with results, until `Done`.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 import dataclasses
 from typing import TypeVar
 
@@ -152,6 +152,8 @@ class State(Record):
   invalid_actions: int = 0
   truncated_turns: int = 0  # ended by a token limit, without an action
   cut_observations: int = 0  # passages left out or cut, to fit
+  # Turn of calls -> tokens that each answer was cut to. JSON has no other keys.
+  shares: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
   @property
   def name(self) -> str:

@@ -26,6 +26,7 @@ from searchrl_jax.data.checks import DataError
 from searchrl_jax.data.core import Trace
 from searchrl_jax.lookup import ConfigError
 from searchrl_jax.run import build
+from searchrl_jax.sources import simulated
 from searchrl_jax.sweep import core
 from searchrl_jax.text.tokenizer import load as load_tokenizer
 from searchrl_jax.types import (
@@ -292,7 +293,7 @@ def test_documents_are_counted_by_what_was_asked_for(believed):
   question = Question('q', 'x', ('Tenwick',), meta=meta)
 
   def found(query, kind, text):
-    passage = Passage(f'simulated-{kind}-1', '', text)
+    passage = Passage(simulated.name_of(kind, '', text), '', text)
     return SearchResult(SearchRequest(query, 1), (passage,))
 
   searches = (

@@ -192,6 +192,13 @@ def test_the_simulator_is_asked_with_the_prompts_that_it_has_learnt(
 # What its documents are worth.
 
 
+def document(kind, text):
+  """kind: of simulated ones; '17': a passage of that id."""
+  known = kind in simulated.KINDS
+  name = simulated.name_of(kind, '', text) if known else kind
+  return Passage(name, '', text)
+
+
 def searched(question, *found):
   """A trajectory of searches: (query, kind, document), None = it failed."""
   searches = []
@@ -200,7 +207,7 @@ def searched(question, *found):
     searches.append(
       SearchError(request, 'timeout', 'late')
       if kind is None
-      else SearchResult(request, (Passage(f'{kind}-1', '', text),))
+      else SearchResult(request, (document(kind, text),))
     )
   return Trajectory(question, (), tuple(searches), 'answer')
 
@@ -210,7 +217,7 @@ def test_gold_shares_are_of_what_was_asked_for():
   two = Question(
     '2', '?', ('otter',), meta={'path': ('Ann Bo', 'rival', 'emblem')}
   )
-  useful, noisy = 'simulated-useful', 'simulated-noisy'
+  useful, noisy = simulated.KINDS
   found = check.count(
     [
       searched(one, ('Ann Bo', useful, 'Ann Bo: home Fern.')),
@@ -247,13 +254,7 @@ def test_gold_shares_are_of_what_was_asked_for():
 def test_of_questions_without_a_path_all_documents_are_counted():
   one = Question('1', 'Who?', ('Fern',))
   found = check.count(
-    [
-      searched(
-        one,
-        ('who', 'simulated-useful', 'Fern.'),
-        ('who', 'simulated-noisy', 'elm.'),
-      )
-    ]
+    [searched(one, ('who', 'useful', 'Fern.'), ('who', 'noisy', 'elm.'))]
   )
   assert (found['useful_gold_all'], found['noisy_gold_all']) == (1.0, 0.0)
   assert found['useful_gold'] is None and found['noisy_gold'] is None

@@ -387,7 +387,9 @@ def test_a_title_beside_the_contents_is_kept():
     ('400 Bad Request', 'rejected'),
     ('401 Unauthorized', 'unauthorised'),
     ('403 Forbidden', 'unauthorised'),
-    ('404 Not Found', 'rejected'),
+    ('404 Not Found', 'bad_response'),
+    ('405 Method Not Allowed', 'bad_response'),
+    ('413 Too Large', 'rejected'),
     ('422 Unprocessable', 'rejected'),
     ('500 Internal Server Error', 'bad_response'),
     ('302 Found', 'bad_response'),
@@ -783,6 +785,7 @@ def test_failover_to_another_replica(server):
     reply({'result': []}),
     reply({}, '500 Oops'),
     reply({}, '404 Not Found'),
+    reply({}, '422 Unprocessable'),
     reply({}, '401 Unauthorized'),
   ],
 )
@@ -796,7 +799,7 @@ def test_a_replica_that_answers_rubbish_is_passed_over(server, answer):
       ) as client:
         return [await client.retrieve(['hamlet'], 1) for _ in range(12)]
 
-    if b' 404 ' in answer:  # the request's own fault: nobody else is asked
+    if b' 422 ' in answer:  # the request's own fault: nobody else is asked
       with pytest.raises(RetrievalError, match='rejected'):
         asyncio.run(run())
       return

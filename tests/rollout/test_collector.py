@@ -10,16 +10,18 @@ import signal
 import threading
 import time
 import types
+from unittest import mock
 
 from ml_collections import ConfigDict
 import numpy as np
 import pytest
 
 from searchrl_jax import schema
+from searchrl_jax.devices import signals
 from searchrl_jax.devices.signals import Loop, Signals, Stopped
 from searchrl_jax.learn import batching
 from searchrl_jax.rewards import core as rewards
-from searchrl_jax.rollout import collector
+from searchrl_jax.rollout import collector, core
 from searchrl_jax.rollout.chains import Rollout
 from searchrl_jax.rollout.core import RolloutStats
 from searchrl_jax.store import records
@@ -417,6 +419,37 @@ def test_a_loop_ends_what_runs_then_closes_in_reverse():
     loop.start(forever())
     loop.run(asyncio.sleep(0.01))
   assert order == ['ended', 'second', 'first']
+
+
+def test_units_whose_time_runs_have_room_beside_those_of_other_steps():
+  """Of 12 places two steps are under way, so 6; forks keep two open each."""
+  asked = mock.Mock(config=schema.base().rollout)
+  asked.engine.capacity.return_value = 12
+  asked.config.max_staleness = 1
+  places = lambda **kw: core.Services.slots(asked, **kw)._value
+  assert (places(), places(timed=True), places(handles=2)) == (12, 6, 3)
+  asked.config.concurrency = 4
+  assert (places(), places(timed=True)) == (4, 4)
+
+
+def test_a_loop_leaves_alone_what_does_not_end(monkeypatch, caplog):
+  """Or a signal would not save the run: a program may catch everything."""
+  monkeypatch.setattr(signals, 'PATIENCE', 0.05)
+  over = threading.Event()
+
+  async def stubborn():
+    while not over.is_set():
+      with contextlib.suppress(asyncio.CancelledError):
+        await asyncio.sleep(0.01)
+
+  with Loop() as loop:
+    started = loop.start(stubborn())
+    loop.run(asyncio.sleep(0.02))
+    loop.cancel(started)
+    assert 'left alone' in caplog.text
+    caplog.clear()
+  assert 'left alone' in caplog.text
+  over.set()
 
 
 def none_useful(groups, reward, config):

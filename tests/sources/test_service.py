@@ -187,6 +187,29 @@ def test_a_query_that_the_server_refuses_has_found_nothing(server):
   assert isinstance(alone[0], SearchError) and alone[0].kind == 'rejected'
 
 
+@pytest.mark.parametrize('status', [404, 408, 422])
+def test_a_server_that_refuses_everything_finds_nothing_in_no_query(
+  server, other, status
+):
+  """Beside one that answers; queries come one at a time."""
+  server.health, other.health, other.status = None, None, status
+
+  async def main():
+    source = service.ServiceSource(two(server, other))
+    try:
+      return [(await ask(source, f'q{n}'))[0] for n in range(6)]
+    finally:
+      await source.close()
+
+  found = asyncio.run(main())
+  assert not [
+    r for r in found if isinstance(r, SearchResult) and not r.passages
+  ]
+  assert [r for r in found if isinstance(r, SearchResult)]
+  if status != 422:  # it is no server of the protocol: the other one is asked
+    assert answered == found
+
+
 def test_a_bad_query_harms_no_other(server):
   server.poison = {'bad': 500}
 

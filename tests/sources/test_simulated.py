@@ -76,7 +76,7 @@ def echo(prompt, seed):
 
 
 def kind_of(answer):
-  return answer.passages[0].id.split('-')[1]
+  return simulated.kind_of(answer.passages[0])
 
 
 # What is asked, and what is made of the reply.
@@ -103,8 +103,12 @@ def test_documents_are_told_apart_and_no_more_than_k_are_taken():
     ('b', 'two'),
     ('c', 'three'),
   ]
-  for n, passage in enumerate(found.passages, 1):
-    assert passage.id.startswith(f'simulated-useful-{n}-')
+  assert len({p.id for p in found.passages}) == 3
+  for passage in found.passages:
+    assert simulated.kind_of(passage) == 'useful'
+    assert 'useful' not in passage.id  # which a template may show
+  other = dataclasses.replace(passage, id='7')
+  assert simulated.kind_of(other) == ''
   plain = source(lambda *_: 'Doc a: one Doc b: two', document='Doc .: (...)')
   (found,) = ask(plain, request())
   assert [(p.title, p.text) for p in found.passages] == [

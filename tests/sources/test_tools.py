@@ -404,6 +404,10 @@ def test_a_chain_of_requests_is_compared_and_shown_at_once():
 def test_a_tool_that_is_not_configured_is_refused(tmp_path):
   build.check_environment(config(tmp_path))
   build.check_environment(schema.base())
+  named = schema.base()
+  named.env.template, named.source.dials.contradict = 'qwen_tools', 0.1
+  with pytest.raises(ConfigError, match='dials.contradict'):
+    build.check_environment(named)
   with pytest.raises(
     ConfigError,
     match="'calculate'.*calc.json'.*'calculator'.*config.tools.calculator",

@@ -874,6 +874,24 @@ def test_what_is_retrieved_is_what_searches_found():
   assert env.retrieved(env.trajectory(state)) == ['[7] Book: by Ann']
 
 
+@pytest.mark.parametrize('room', [230, 300, 400, 500])
+@pytest.mark.parametrize('text', [SEARCH, SEARCH + '{'])
+def test_what_is_retrieved_is_what_was_shown_of_it(room, text):
+  """Cut to what frames, other calls and the sequence leave."""
+  env = made(max_observation_tokens=room)
+  state, action = env.reset(QUESTION)
+  turn = ended(env, block(*([SEARCH, '{'] if text != SEARCH else [SEARCH])))
+  state, action = env.step(state, scripted.sample(env, action, turn))
+  passages = tuple(passage(f'{i} wrote of Ann ' * 4, 'Book', i) for i in 'abc')
+  state, action = env.step(
+    state, [SearchResult(q, passages) for q in action.requests]
+  )
+  read = shown(env.tokenizer, action.append)
+  state, _ = env.step(state, scripted.sample(env, action, ANSWER))
+  found = env.retrieved(env.trajectory(state))
+  assert found and all(text in read for text in found)
+
+
 @pytest.mark.parametrize(
   'fields, named',
   [
