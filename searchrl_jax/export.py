@@ -103,9 +103,12 @@ def export(
     # What the adapters belong to: a run that it started from, or the model.
     model = config.train.init or config.model.path
     kw = dict(dtype=dtype, model=model, files=card)
-    if model == config.model.path:
-      kind = pretrained.read_json(parameters.local(model))['model_type']
-      kw['wrapped'] = kind == 'gemma3'
+    known = model and model == config.model.path
+    base = parameters.local(model) if known else model
+    about = pathlib.Path(base, 'config.json')
+    if model and about.is_file():  # that of a run has no model_type
+      found = json.loads(about.read_text())
+      kw['wrapped'] = found.get('model_type') == 'gemma3'
     lora.save(out, cfg, adapters, **kw)
     return
   cfg, params = lora.base(cfg), lora.merge(cfg, params)

@@ -227,6 +227,8 @@ def make(config: ConfigDict, *, seed: int, writer, **_) -> SimulatedSource:
 
 def kind_of(passage: types.Passage) -> str:
   """'useful' or 'noisy'; '' of a passage that was not simulated."""
+  if old := re.match('simulated-(useful|noisy)-', passage.id):
+    return old[1]  # recorded before 2026-12-01
   text = passage.title, passage.text
   return next((k for k in KINDS if name_of(k, *text) == passage.id), '')
 

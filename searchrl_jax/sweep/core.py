@@ -191,17 +191,20 @@ def needed(
   return [*dict.fromkeys(one for stage in left for one in before(sweep, stage))]
 
 
-def named(x) -> Any:
+def named(x, packages=True) -> Any:
   """What a function is and does, for JSON.
+
+  packages: False: a module's last name alone, as a file is loaded under it.
 
   Raises:
     ConfigError: its name does not say it.
   """
   if isinstance(x, functools.partial):
-    return [*map(named, (x.func, *x.args)), x.keywords]
+    return [*(named(y, packages) for y in (x.func, *x.args)), x.keywords]
   if not callable(x):
     return x
-  name = f'{x.__module__}.{x.__qualname__}'
+  module = x.__module__ if packages else x.__module__.rpartition('.')[2]
+  name = f'{module}.{getattr(x, "__qualname__", "<object>")}'
   lookup.require(
     '<' not in name,
     f'evaluation {name}: its name does not say what it does; use a function of '

@@ -22,7 +22,8 @@ from searchrl_jax.sweep.core import Arm, Start, Sweep
 
 # Fields that `sft` does not read, so they do not change a warm start.
 UNREAD = (
-  'algorithm', 'eval', 'judge', 'reward', 'rollout', 'selfplay', 'train.steps',
+  'algorithm', 'eval', 'judge', 'reward', 'rollout', 'selfplay',
+  'train.seconds', 'train.steps',
 )  # fmt: skip
 ENDS = 'sft.seconds', 'train.seconds'
 EVALUATION = 'evaluation.json'  # what was measured, beside values.json
@@ -153,7 +154,7 @@ def _measured(folder: pathlib.Path, measure: core.Evaluation) -> bool:
 def _definition(measure: core.Evaluation):
   """`core.named`, as JSON has it; None where that says too little."""
   try:
-    return json.loads(json.dumps(core.named(measure)))
+    return json.loads(json.dumps(core.named(measure, packages=False)))
   except (lookup.ConfigError, TypeError):
     return None
 
@@ -208,9 +209,10 @@ def _run_stage(sweep, stage: str, workdir: pathlib.Path, url: str) -> None:
     out = folder / variant
     if _measured(out, measure):
       continue
+    defined = _definition(measure)
     with clock('evaluate'):
       values = measure(config, run, str(out))
-    if defined := _definition(measure):
+    if defined is not None:
       records.write_json(out / EVALUATION, defined)
     records.write_json(out / 'values.json', values)
 

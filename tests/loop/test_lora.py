@@ -163,6 +163,13 @@ def test_exports_load_and_evaluate(whole, tmp_path, url):
   assert found['eval/em'] == last['eval/em']
 
 
+def test_adapters_of_a_model_of_no_checkpoint_are_exported(warm, tmp_path):
+  c, folder = warm
+  assert not (c.model.path or c.train.init)
+  export.export(str(folder), f'{tmp_path}/peft', 'latest', 'float32', True)
+  assert (tmp_path / 'peft' / lora.WEIGHTS).exists()
+
+
 def test_full_training_starts_from_merged_adapters(warm):
   c, folder = warm
   full = c.copy_and_resolve_references()
