@@ -40,6 +40,7 @@ SPLITS = {
   'musique': ('train', 'dev'),
   'bamboogle': ('test',),
 }
+SMALLEST = {'bamboogle': 125}  # questions, where `n` may be more
 HUB = 'hf://datasets/RUC-NLPIR/FlashRAG_datasets/'
 
 
@@ -69,13 +70,17 @@ def sets(
   """
   if layout not in LAYOUTS:
     raise ValueError(f'layout={layout!r}: one of {", ".join(LAYOUTS)}')
+  # Search-R1's files have the last split of each set, and train.
+  last = layout == 'search_r1' and split not in ('', 'train')
   out = ConfigDict(
     {
       'two_wiki' if name == '2wikimultihopqa' else name: dict(
-        LAYOUTS[layout](folder, name, split or SPLITS[name][-1]), n=n, seed=0
+        LAYOUTS[layout](folder, name, split or SPLITS[name][-1]),
+        n=min(n, SMALLEST.get(name, n)),
+        seed=0,
       )
       for name in names
-      if not split or split in SPLITS[name]
+      if not split or split in SPLITS[name][-last:]
     }
   )
   if not out:

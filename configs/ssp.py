@@ -207,9 +207,10 @@ def get_config(arg=None):
   c.checkpoint.best = ''  # the last checkpoint is reported
   c.reward = ConfigDict(dict(em=dict(fn='answer.em', weight=1.0)))
   c.selfplay = selfplay()
-  c.selfplay.reward = a.reward or (
-    '1-acc' if a.model else 'intermediate_difficulty'
-  )
+  # One solver, as of PPO, is right or wrong: no difficulty is intermediate.
+  alone = a.model or a.pairing == 'ppo+ppo'
+  reward = '1-acc' if alone else 'intermediate_difficulty'
+  c.selfplay.reward = a.reward or reward
   solver, proposer = PAIRINGS[a.pairing]
   c.algorithm.update(solver)
   c.selfplay.algorithm.update(proposer)

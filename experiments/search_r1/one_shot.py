@@ -52,7 +52,7 @@ def load(
       "the question, so it needs 'template'"
     )
   where = ConfigDict(dict(world_seed=world_seed, prompt=prompt, dir=folder))
-  (questions,) = data.load_sets({'of': of}, where).values()
+  (questions,) = data.load_sets({'': of}, where).values()
   fields = schema.base().source
   fields.url, fields.k = url, k
   source = service.ServiceSource(fields)

@@ -128,10 +128,10 @@ def check(config: ConfigDict) -> None:
     lookup.require(needed in s[field], message)
   _check_hops(config)
   lookup.require(
-    s.reward != 'linear_difficulty' or config.rollout.group > 1,
+    not s.reward.endswith('_difficulty') or config.rollout.group > 1,
     f'config.rollout.group={config.rollout.group} with selfplay.reward='
-    "'linear_difficulty': one solver is right or wrong, and nothing between; "
-    'use 2 or more',
+    f'{s.reward!r}: one solver is right or wrong, and nothing between; use 2 '
+    "or more, or '1-acc'",
   )
   for field, (needed, why) in NEEDED.items():
     value = operator.attrgetter(field)(config)

@@ -6,7 +6,7 @@ frozen start on all questions are kept, as an evaluation of it:
 
   python -m searchrl_jax.evaluate --config=configs/ttrl.py \\
     --workdir=runs/warm --out=runs/warm/votes \\
-    --config.eval.n=16 --config.eval.temperature=1.0
+    --config.eval.n=16 --config.eval.temperature=1.0 --config.eval.top_p=1.0
 
 `load` is a data module that adds them to the questions of another one, as
 `meta['start_votes']`, from where rewards read them (rewards/vote.py). They are
@@ -50,7 +50,7 @@ def load(
     DataError: a question has no votes.
   """
   data = ConfigDict(dict(world_seed=world_seed, prompt=prompt, dir=folder))
-  (questions,) = core.load_sets({'asked': of}, data).values()
+  (questions,) = core.load_sets({'': of}, data).values()
   known = read_votes(str(votes))
   for q in questions:
     require(
@@ -110,6 +110,7 @@ def train(config: ConfigDict, workdir: str) -> None:
   sampled.eval.update(
     n=config.rollout.group,
     temperature=config.rollout.temperature,
+    top_p=config.rollout.top_p,
     questions=0,
     k=(),
   )

@@ -49,17 +49,20 @@ def count(
   (`asks`), of those that were to get useful or noisy documents.
   useful_gold_all, noisy_gold_all: among all queries. None: there are none.
   Names with '_n' are the numbers of queries. real_queries: those that a
-  search engine answered; noise: share of noisy ones among the others; failed:
-  queries without an answer.
+  search engine answered; noise: share of noisy ones among the others; empty:
+  queries without a document or passage; failed: queries without an answer.
   """
   holds_by_kind = {name: [] for name in GOLD}
-  real = failed = 0
+  real = failed = empty = 0
   for trajectory in trajectories:
     for search, right in zip(trajectory.calls(SEARCH), asks(trajectory)):
       if not isinstance(search, SearchResult):
         failed += 1
         continue
-      kind = search.passages and simulated.kind_of(search.passages[0])
+      if not search.passages:
+        empty += 1
+        continue
+      kind = simulated.kind_of(search.passages[0])
       if not kind:
         real += 1
         continue
@@ -74,7 +77,8 @@ def count(
     out[f'{name}_n'] = len(held)
   asked = out['useful_gold_all_n'] + out['noisy_gold_all_n']
   noise = out['noisy_gold_all_n'] / asked if asked else None
-  return out | dict(real_queries=real, failed=failed, noise=noise)
+  counts = dict(real_queries=real, empty=empty, failed=failed)
+  return out | counts | dict(noise=noise)
 
 
 def read(

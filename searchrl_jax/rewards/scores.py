@@ -63,9 +63,11 @@ def words(text: str) -> list[str]:
 def key(text: str) -> str:
   """Returns the key of an answer; answers with equal keys match exactly.
 
-  The normal form, or the folded text if the normal form is empty.
+  The normal form; of a text that is articles alone, the same with these; of one
+  that is punctuation alone, the folded text.
   """
-  return normalise(text) or ' '.join(folded(text).split())
+  plain = folded(text).translate(_PUNCTUATION)
+  return normalise(text) or ' '.join((plain.strip() or folded(text)).split())
 
 
 def exact_match(prediction: str | None, golds: Iterable[str]) -> float:

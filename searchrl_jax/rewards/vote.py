@@ -99,9 +99,9 @@ def check(config, fields) -> None:
     'is meaningless for the few questions of a refill; use refill=0',
   )
   require(
-    rollout.sampler != 'revise',
-    f"votes={n} with config.rollout.sampler='revise': half of a group are "
-    "verdicts, which are no votes; use 'chains'",
+    rollout.sampler not in ('revise', 'traces'),
+    f'votes={n} with config.rollout.sampler={rollout.sampler!r}: a group has '
+    "verdicts or traces of others, which are no votes; use 'chains'",
   )
   what = f'train={m} of votes={n}: 1 to {n} samples are trained on'
   require(1 <= m <= n, what)

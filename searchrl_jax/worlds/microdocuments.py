@@ -2,8 +2,9 @@
 
 The simulator is a language model that is told a question, its golden answer, a
 query and whether the document shall be of use, and writes the document. Its
-warm start (`sft`) sees generated worlds of its own, never the run's, and only
-train people of them.
+warm start (`sft`) sees generated worlds of its own, never the run's, and
+questions about their train people alone; whom it believes to be somebody's
+teacher or rival may have any name.
 
 A useful document on a person that the question leads to holds what is asked.
 The real world's links are not in its prompt, so it invents them: a believed

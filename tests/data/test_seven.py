@@ -273,6 +273,14 @@ def test_splits_and_numbers():
     seven.sets('flash')
   with pytest.raises(ValueError, match='bamboogle'):
     seven.sets('flashrag', 'train', names=('bamboogle',))
+  # Its file test.parquet has the last split of each set: of NQ, no dev.
+  found = seven.sets('search_r1', 'dev')
+  assert set(found) == {'hotpotqa', 'two_wiki', 'musique'}
+  # Bamboogle has no more.
+  drawn = seven.get_config('n=500').data.eval
+  assert {name: x.n for name, x in drawn.items()} == (
+    dict.fromkeys(map(key, seven.SPLITS), 500) | {'bamboogle': 125}
+  )
   c = seven.get_config('layout=tfds,n=5')
   assert {s.n for s in c.data.eval.values()} == {5}
 

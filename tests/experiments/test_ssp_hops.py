@@ -383,9 +383,21 @@ def test_arguments(base):
       },
       'rollout.group=1.*linear_difficulty',
     ),
+    (
+      {
+        'selfplay.reward': 'intermediate_difficulty',
+        'rollout.group': 1,
+        'algorithm.advantage': 'reinforce',
+        'algorithm.advantage_kw': {},
+      },
+      'rollout.group=1.*intermediate_difficulty',
+    ),
   ],
 )
 def test_what_cannot_be_is_refused(fields, message):
+  for base in ('', 'base=atlas,'):  # as the arguments give it, all is well
+    start.check(ssp.get_config(f'{base}pairing=ppo+ppo'))
+
   c = ssp.get_config('hops=drawn')
   c.selfplay.hops.searched = True
   start.check(c)

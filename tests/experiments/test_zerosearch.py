@@ -247,6 +247,9 @@ def test_gold_shares_are_of_what_was_asked_for():
   assert (found['noisy_gold_all'], found['noisy_gold_all_n']) == (0.0, 2)
   assert (found['real_queries'], found['failed']) == (1, 1)
   assert found['noise'] == pytest.approx(2 / 8)
+  blank = SearchResult(SearchRequest('Ann Bo', 1, one), ())
+  empty = check.count([Trajectory(one, (), (blank,), 'answer')])
+  assert (empty['real_queries'], empty['empty']) == (0, 1)
   none = check.count([])
   assert none['useful_gold'] is None and none['useful_gold_n'] == 0
 

@@ -130,6 +130,9 @@ def test_exact_match_over_several_golds():
 
 def test_text_that_normalises_to_nothing():
   assert metrics.exact_match('A', ['a'])  # a blood group
+  for said in ('(A)', 'A.', '"a"'):  # as '(B)' matches 'B'
+    assert metrics.exact_match(said, ['A']) == metrics.f1(said, ['A']) == 1.0
+  assert metrics.exact_match('!!', ['!!']) and not metrics.exact_match('!', '?')
   assert not metrics.exact_match('the', ['a'])  # '' == '' in SQuAD's
   assert not metrics.exact_match('', ['the'])
   assert not metrics.exact_match(' ', [' '])

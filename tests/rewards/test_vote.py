@@ -243,10 +243,11 @@ def test_further_rounds_are_refused():
     vote.check(c, dict(votes=4, train=2, match='text'))
 
 
-def test_verdicts_are_no_votes():
+@pytest.mark.parametrize('sampler', ['revise', 'traces'])
+def test_verdicts_and_traces_are_no_votes(sampler):
   c = schema.base()
-  c.rollout.update(group=4, sampler='revise')
-  with pytest.raises(core.RewardError, match="sampler='revise'"):
+  c.rollout.update(group=4, sampler=sampler)
+  with pytest.raises(core.RewardError, match=f'sampler={sampler!r}'):
     vote.check(c, dict(votes=4, train=2, match='text'))
 
 
