@@ -70,8 +70,9 @@ def sets(
   """
   if layout not in LAYOUTS:
     raise ValueError(f'layout={layout!r}: one of {", ".join(LAYOUTS)}')
-  # Search-R1's files have the last split of each set, and train.
-  last = layout == 'search_r1' and split not in ('', 'train')
+  known = SPLITS
+  if layout == 'search_r1' and split != 'train':  # its file has the last ones
+    known = {name: every[-1:] for name, every in SPLITS.items()}
   out = ConfigDict(
     {
       'two_wiki' if name == '2wikimultihopqa' else name: dict(
@@ -80,7 +81,7 @@ def sets(
         seed=0,
       )
       for name in names
-      if not split or split in SPLITS[name][-last:]
+      if not split or split in known[name]
     }
   )
   if not out:

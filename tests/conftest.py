@@ -123,7 +123,7 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_runtest_setup(item):
-  """What has more time than others, by its mark, waits for processes."""
+  """A time limit of its own takes the place of faulthandler_timeout."""
   if item.get_closest_marker('timeout'):
     faulthandler.cancel_dump_traceback_later()
 

@@ -108,8 +108,9 @@ class Loop:
     others = _others()
     for task in others:
       task.cancel()
-    if others:
-      _leave((await asyncio.wait(others, timeout=PATIENCE))[1])
+    ended = asyncio.gather(*others, return_exceptions=True)
+    await asyncio.wait([ended], timeout=PATIENCE)
+    _leave(t for t in others if not t.done())
     first = None
     for function in reversed(self._last):
       try:
