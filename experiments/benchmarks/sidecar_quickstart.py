@@ -13,7 +13,6 @@ the other's.
 
 import json
 import pathlib
-import time
 
 from absl import flags
 
@@ -22,6 +21,7 @@ from experiments import common
 from experiments.benchmarks import harness
 from searchrl_jax import sft, train
 from searchrl_jax.run import services
+from searchrl_jax.sweep import stages
 
 ENGINES = ('jax', 'vllm')
 
@@ -41,8 +41,9 @@ def measure() -> list[dict]:
       run = config.copy_and_resolve_references()
       run.train.init = str(folder / 'warm')
       run.engine.module = module
-      home, begin = folder / module, time.monotonic()
-      train.train(run, str(home))
+      home, clock = folder / module, stages.Clock(folder / f'{module}.json')
+      with clock('run'):
+        train.train(run, str(home))
       lines = [json.loads(x) for x in (home / 'metrics.jsonl').open()]
       seen = [x for x in lines if 'eval/em' in x]
       trained = [x for x in lines if 'reward' in x]
@@ -53,7 +54,7 @@ def measure() -> list[dict]:
           'em_after': seen[-1]['eval/em'],
           'low': seen[-1]['eval/em/low'],
           'high': seen[-1]['eval/em/high'],
-          'seconds': time.monotonic() - begin,
+          'seconds': clock.seconds['run'],
           'mismatch_max': max(x['train/mismatch_max'] for x in trained),
           'canary_max_diff': max(x['sync/canary_max_diff'] for x in trained),
           'sync_s': sum(x['time/sync'] for x in trained) / len(trained),

@@ -58,7 +58,7 @@ from searchrl_jax.worlds import microworld
 BAR, SECONDS = 0.2, 8.0  # copies of the weights; of a sync, at 500M
 PLUGIN = 'experiments.benchmarks.unpacked:Worker'
 ADAPTER_BAR = 0.2  # of the bytes, and of the seconds, of every parameter
-DELTA_BAR, DELTA_SECONDS = 0.1, 0.5 * 5.7  # of the bytes; at 500M
+DELTA_BAR, DELTA_SECONDS = 0.1, 0.5  # of the bytes, and of the seconds, of all
 FULL, ADAPTER, DELTA = 'publish', 'publish_adapter', 'publish_delta'
 
 
@@ -249,7 +249,10 @@ def bars(rows) -> list[dict]:
   size, total = map(operator.itemgetter, ('bytes', 'total_s'))
   shares = []
   if _DELTA.value:
-    shares = [(DELTA, 'delta_bytes', size, DELTA_BAR)]
+    shares = [
+      (DELTA, 'delta_bytes', size, DELTA_BAR),
+      (DELTA, 'delta_total_s', total, DELTA_SECONDS),
+    ]
   elif _RANK.value:
     shares = [
       (ADAPTER, 'adapter_bytes', size, ADAPTER_BAR),
@@ -260,11 +263,7 @@ def bars(rows) -> list[dict]:
     for way, name, value, most in shares:
       share = median(case, way, value) / median(case, FULL, value)
       out.append(common.bar(f'sync_{case}_{name}', share, most, at_most=True))
-  if '500m' in cases and _DELTA.value:
-    seconds = median('500m', DELTA, total)
-    name = 'sync_500m_delta_total_s'
-    out.append(common.bar(name, seconds, DELTA_SECONDS, at_most=True))
-  elif '500m' in cases:
+  if '500m' in cases and not _DELTA.value:
     copies = median('500m', FULL, lambda r: r['trainer_extra_bytes'] / size(r))
     seconds = median('500m', FULL, total)
     out += [

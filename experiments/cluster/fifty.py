@@ -156,12 +156,15 @@ def same(folder: pathlib.Path, other: pathlib.Path) -> str:
     SystemExit: something differs.
   """
   ours, theirs = metrics_of(folder), metrics_of(other)
+  if len(ours) != len(theirs):
+    sys.exit(f'{len(ours)} steps, and {len(theirs)} without stops')
   nan = lambda x: isinstance(x, float) and math.isnan(x)
   differ = {
     name: (a['step'], a.get(name), b.get(name))
     for a, b in zip(ours, theirs, strict=True)
     for name in {*a, *b}
-    if a.get(name) != b.get(name) and not (nan(a[name]) and nan(b[name]))
+    if a.get(name) != b.get(name)
+    and not (nan(a.get(name)) and nan(b.get(name)))
   }
   if differ:
     sys.exit(f'metrics (step, value, value without stops) differ: {differ}')

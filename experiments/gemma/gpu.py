@@ -20,6 +20,7 @@ from searchrl_jax import lookup
 from searchrl_jax.run import command
 from searchrl_jax.store import records
 
+RECORD = 'gpu.json'
 # A CPU tries the commands with these.
 TRY = (
   'rollout.questions=2 rollout.group=4 train.steps=2 eval.questions=8 '
@@ -30,7 +31,8 @@ TRY = (
 
 def main():
   begin = time.monotonic()
-  out = pathlib.Path(_OUT.value).resolve()
+  default = 'runs/gemma_gpu_small' if _SMALL.value else 'runs/gemma_gpu'
+  out = pathlib.Path(_OUT.value or default).resolve()
   carried = pathlib.Path(_CARRIED.value).resolve()
   out.mkdir(parents=True, exist_ok=True)
   os.environ['SEARCHRL_DATA'] = str(carried)
@@ -39,7 +41,10 @@ def main():
   # (docs/gpu.md; on two kinds of GPU).
   no_triton = '--xla_gpu_enable_triton_gemm=false'
   os.environ['XLA_FLAGS'] = f'{no_triton} {os.environ.get("XLA_FLAGS", "")}'
-  seconds: dict[str, float] = {}
+  path = out / RECORD
+  known = json.loads(path.read_text()) if path.exists() else {}
+  seconds = known.get('seconds', {})  # of all starts
+  whole = begin - seconds.pop('in all', 0.0)
 
   def left() -> float:
     return _SECONDS.value - (time.monotonic() - begin)
@@ -49,8 +54,8 @@ def main():
     print(f'{stage} ...', flush=True)
     call = [sys.executable, '-m', module, *arguments]
     status = subprocess.run(call, cwd=common.ROOT).returncode
-    seconds[stage] = time.monotonic() - started
-    report(out, seconds, begin)
+    seconds[stage] = seconds.get(stage, 0.0) + time.monotonic() - started
+    report(out, seconds, whole)
     if status:
       raise SystemExit(
         f'{stage}: exit status {status}; what it had is in {out}'
@@ -76,10 +81,8 @@ def main():
     '--config.log.tensorboard=False',
     f'--config.seed={_SEED.value}',
   ]
-  done = out / f'{start}.done'
-  if not done.exists():
-    run('warm start', 'searchrl_jax.sft', f'--workdir={warm}', *shared)
-    done.touch()
+  # Refuses the folder of another config, and does nothing where it has ended.
+  run('warm start', 'searchrl_jax.sft', f'--workdir={warm}', *shared)
   run(
     'grpo',
     'searchrl_jax.train',
@@ -99,7 +102,7 @@ def main():
       f'--out={out / f"sampled_{steps}"}',
       '--config.eval.temperature=1',
     )
-  print(f'{time.monotonic() - begin:.0f} s in all; {out / "gpu.json"}')
+  print(f'{time.monotonic() - whole:.0f} s in all; {path}')
 
 
 def report(out: pathlib.Path, seconds: dict, begin: float) -> None:
@@ -125,7 +128,7 @@ def report(out: pathlib.Path, seconds: dict, begin: float) -> None:
     ],
     'steps': steps,
   }
-  records.write_json(out / 'gpu.json', record)
+  records.write_json(out / RECORD, record)
   for row in record['evaluations']:
     print(row, flush=True)
 
@@ -133,7 +136,9 @@ def report(out: pathlib.Path, seconds: dict, begin: float) -> None:
 if __name__ == '__main__':
   small = os.environ.get('SMALL', '') not in ('', '0')
   _CARRIED = flags.DEFINE_string('carried', None, 'Of carry.', required=True)
-  _OUT = command.define_out('runs/gemma_gpu', 'Folder of model, runs, record.')
+  _OUT = command.define_out(
+    '', 'Folder of model, runs, record; default: runs/gemma_gpu[_small].'
+  )
   _SMALL = flags.DEFINE_bool('small', small, 'Sizes for a CPU (SMALL=1).')
   _SECONDS = flags.DEFINE_float('seconds', 360, 'For everything.', 1)
   _END = flags.DEFINE_float('end', 30, 'Of these, for what ends the run.', 0)

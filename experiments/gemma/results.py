@@ -19,8 +19,9 @@ hits.json
   ids, and for each arm/seed/evaluation of them a string of 0 and 1: whether
   the answer to the question at this place of ids matched exactly (-: not asked)
 
-Runs that these files have and the working folder has not stay in them, so that
-parts of the experiment can be measured in several places.
+With --keep, runs that these files have and the working folder has not stay in
+them, so that parts of the experiment can be measured in several places: of one
+model, with one vocabulary, and of configs that are the same.
 
 Intervals are 95 %, percentile bootstrap over questions; those of gains are of
 the differences of each question, averaged over seeds first.
@@ -36,7 +37,7 @@ import numpy as np
 from experiments import common
 from experiments.gemma import questions
 from experiments.gemma.rows import TRAINED
-from searchrl_jax import schema
+from searchrl_jax import lookup, schema
 from searchrl_jax.data import core as data
 from searchrl_jax.evaluate import files, grading
 from searchrl_jax.rewards import scores
@@ -195,17 +196,28 @@ def judge(gains: Sequence[dict], arms: Sequence[dict]) -> list[dict]:
   return out
 
 
-def earlier(out: pathlib.Path) -> tuple[dict, Marks]:
-  """What results.json and hits.json of `out` have."""
+def earlier(out: pathlib.Path | None, vocabulary: int) -> tuple[dict, Marks]:
+  """What results.json and hits.json of `out` have, if it is there.
+
+  Raises:
+    ConfigError: they have runs of a model with another vocabulary.
+  """
   marks: Marks = {}
-  if not (out / 'results.json').exists():
+  if out is None or not (out / 'results.json').exists():
     return {'warm': {}, 'arms': [], 'curves': {}}, marks
+  known = json.loads((out / 'results.json').read_text())
+  others = {a['vocabulary'] for a in known['arms']} - {vocabulary}
+  lookup.require(
+    not others,
+    f'--keep: {out} has runs of models with {sorted(others)} vocabulary '
+    f'entries, this one has {vocabulary}; give another --out',
+  )
   ids, *runs = json.loads((out / 'hits.json').read_text()).items()
   for name, row in runs:
     arm, case, evaluation = name.split('/')
     run = {i: float(x) for i, x in zip(ids[1], row) if x != '-'}
     marks.setdefault((arm, evaluation), {})[case] = run
-  return json.loads((out / 'results.json').read_text()), marks
+  return known, marks
 
 
 def compare(arms: Sequence[dict], marks: Marks) -> list[dict]:
@@ -246,13 +258,19 @@ def plot(sweep: core.Sweep, record: Mapping, path: pathlib.Path) -> None:
 
 
 def write(
-  sweep: core.Sweep, workdir, out: pathlib.Path, about, short: set[str]
+  sweep: core.Sweep,
+  workdir,
+  out: pathlib.Path,
+  about,
+  short: set[str],
+  keep: bool = False,
 ) -> dict:
   """Writes the three files to `out`; returns the content of results.json.
 
-  about: environment and vocabulary. short: the ids of 'dev_short'.
+  about: environment and vocabulary. short: the ids of 'dev_short'. keep:
+  whether other runs that they have stay in them.
   """
-  record, marks = earlier(out)
+  record, marks = earlier(out if keep else None, about['vocabulary'])
   arms: list[dict] = []
   curves = record['curves']
   done = list(complete(sweep, workdir))

@@ -3,6 +3,7 @@
   python -m experiments.gemma.run --workdir=runs/gemma
   ... --only=grpo_good,grpo_hesitant --seeds=0
   ... --report                 nothing is trained: the table of what is done
+  ... --keep                   other runs that --out has stay in its results
   ... --model=FOLDER           another small model, in place of the fetched one
 
 It needs corpus.jsonl.gz, qa_train.jsonl.gz and qa_dev.jsonl.gz in --data_dir
@@ -28,7 +29,7 @@ from experiments.gemma import baselines, carry, questions, results, rows
 from searchrl_jax import fetch, lookup, prune, read, schema, view
 from searchrl_jax.data import core as data
 from searchrl_jax.evaluate import policy as evaluate
-from searchrl_jax.models import pretrained
+from searchrl_jax.models import parameters, pretrained
 from searchrl_jax.run import build, command
 from searchrl_jax.store import records
 from searchrl_jax.sweep import runner as sweep
@@ -77,18 +78,23 @@ def prepare(made: pathlib.Path, folder: pathlib.Path, model: str) -> None:
   """Prompts with examples, and what the model answers from memory.
 
   Raises:
-    ConfigError: `made` is of another model, or of another MEMORY.
+    ConfigError: `made` is of another model, other data, or another MEMORY.
   """
   about = made / ABOUT
-  of = {'model': pretrained.read_json(model), 'memory': MEMORY}
+  of = {
+    'model': pretrained.read_json(model),
+    'weights': parameters.digest(model),
+    'data': [parameters.digest(str(folder / name)) for name in carry.DATA],
+    'memory': MEMORY,
+  }
   if not about.exists():
     records.write_json(about, of | {'short_dev': sorted(results.short_dev())})
   known = json.loads(about.read_text())
   lookup.require(
     {key: known.get(key) for key in of} == of,
-    f'{made} was made with another model than {model}, or with another number '
-    f'of questions from memory than {MEMORY}: choose another --workdir, or '
-    'remove that folder',
+    f'{made} was made with another model than {model}, other data than in '
+    f'{folder}, or another number of questions from memory than {MEMORY}: '
+    'choose another --workdir, or remove that folder',
   )
   for name, passage in (('closed_book', False), ('rag', True)):
     path = made / f'{name}.json'
@@ -139,7 +145,10 @@ def main():
     'vocabulary': known['model']['vocab_size'],
   }
   short = {*known['short_dev']}
-  report = lambda: results.write(table, workdir, out, about, short)
+  keep = _KEEP.value
+  report = lambda: results.write(table, workdir, out, about, short, keep)
+  if keep:
+    results.earlier(out, about['vocabulary'])  # refuses now, not at the end
   try:
     if not _REPORT.value:
       sweep.run(spec, table, planned, workdir, after=report)
@@ -156,4 +165,7 @@ if __name__ == '__main__':
   _MODEL = flags.DEFINE_string('model', '', 'A small model that is there.')
   _REPORT = flags.DEFINE_bool('report', False, 'Only write the table.')
   _OUT = command.define_out('experiments/gemma', 'Folder of results.json.')
+  _KEEP = flags.DEFINE_bool(
+    'keep', False, 'Keep the other runs that --out has.'
+  )
   command.run(main)

@@ -137,7 +137,7 @@ def run_all(
   """The records of the stages by name; those that are done are read.
 
   Args:
-    stages: in this order.
+    stages: in this order. A record of another model does not count.
     out: their folder.
     small: at sizes for a CPU.
     seconds: for all of them; a stage is not started in the last `LEAST`.
@@ -146,7 +146,7 @@ def run_all(
   end, records = time.monotonic() + seconds, {}
   for stage in stages:
     found, left = read(out / f'{stage.name}.json'), end - time.monotonic()
-    if found.get('status') != 'done':
+    if found.get('model') != stage.model or found.get('status') != 'done':
       if left < LEAST:
         found = {'status': 'not started', 'reason': 'no time was left'}
       else:

@@ -331,8 +331,8 @@ def memory(config, out, small) -> dict:
   """
   path = out / 'grpo.json'
   record = json.loads(path.read_text()) if path.exists() else {}
-  if record.get('status') != 'done':
-    raise Skipped('stage grpo has not run')
+  if (record.get('status'), record.get('model')) != ('done', _MODEL.value):
+    raise Skipped(f'stage grpo has not run with {_MODEL.value}')
   mesh = build.mesh(config)
   cfg = parameters.model_config(config, Ids.vocab_size)
   programs = [
@@ -402,7 +402,8 @@ def main(argv):
     raise app.UsageError(f'unknown arguments: {argv[1:]}')
   name, small = _NAME.value or _STAGE.value, _SMALL.value
   out = pathlib.Path(_OUT.value)
-  record = {'stage': name, 'small': small, 'overrides': _SET.value}
+  record = {'stage': name, 'model': _MODEL.value, 'small': small}
+  record['overrides'] = _SET.value
   record['environment'] = common.environment()
   begin = time.monotonic()
   try:

@@ -15,9 +15,7 @@ the bare question finds. Every stage resumes. `bars` in the JSON:
 """
 
 import asyncio
-import contextlib
 import pathlib
-import time
 
 from absl import flags
 from ml_collections import ConfigDict
@@ -31,6 +29,7 @@ from searchrl_jax.evaluate import policy as evaluate
 from searchrl_jax.rewards import scores
 from searchrl_jax.run import build, command, services
 from searchrl_jax.store import records
+from searchrl_jax.sweep import stages
 
 SCORES = (
   'em',
@@ -69,14 +68,7 @@ def rows_of(folder: str, env):
 def run(workdir: str, minutes: float) -> dict:
   config = wiki_nq.get_config()
   folder = pathlib.Path(workdir)
-  seconds = {}
-
-  @contextlib.contextmanager
-  def clock(name):
-    begin = time.monotonic()
-    yield
-    seconds[name] = time.monotonic() - begin
-
+  clock = stages.Clock(folder / 'seconds.json')
   with services.retrieval(config, workdir) as url:
     config.source.url = url
     warm = config.copy_and_resolve_references()
@@ -89,8 +81,12 @@ def run(workdir: str, minutes: float) -> dict:
     learn.train.init = str(folder / 'warm')
     learn.train.seconds = minutes * 60 * 0.3
     learn.data.eval = ConfigDict()  # evaluated below, once
-    with clock('reinforcement_learning'):
-      train.train(learn, str(folder / 'rl'))
+    # Nor has RL, once it has ended: `seconds` are of each start.
+    trained = folder / 'trained'
+    if not trained.exists():
+      with clock('reinforcement_learning'):
+        train.train(learn, str(folder / 'rl'))
+      trained.touch()
     evaluations = {}
     with clock('evaluation'):
       for name in ('warm', 'rl'):
@@ -129,7 +125,7 @@ def run(workdir: str, minutes: float) -> dict:
   recall = nq['rl recall_any'][0] - nq['bare question recall_any'][0]
   return {
     'table': table,
-    'seconds': seconds,
+    'seconds': clock.seconds,
     'f1_gain': list(gain)[:3],
     'f1_gain_n': gain.n,
     'bars': [

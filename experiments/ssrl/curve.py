@@ -114,7 +114,8 @@ def plot(arms: Mapping[str, dict], path: pathlib.Path) -> None:
     axis.plot(KS, passed, 'o', color=f'C{n}', label=f'{name}, pass@k')
     axis.plot(smooth, line, color=f'C{n}', linewidth=1)
     axis.plot(KS, voted, 's--', color=f'C{n}', **votes)
-  axis.plot(KS, guessed, color='0.6', label='guessing')
+  if arms:
+    axis.plot(KS, guessed, color='0.6', label='guessing')
   axis.set_xscale('log', base=2)
   axis.set(xlabel='samples k', ylabel='held-out questions right', ylim=(0, 1))
   axis.spines[['top', 'right']].set_visible(False)

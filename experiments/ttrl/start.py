@@ -23,7 +23,7 @@ import pathlib
 
 from ml_collections import ConfigDict
 
-from searchrl_jax import read
+from searchrl_jax import lookup, read
 from searchrl_jax import train as run
 from searchrl_jax.data import core
 from searchrl_jax.data.checks import require
@@ -117,6 +117,16 @@ def train(config: ConfigDict, workdir: str) -> None:
   with folders.locked(out, wait=True):  # another arm may be sampling them
     if not (out / records.EVAL).exists():
       evaluate.evaluate(sampled, config.train.init, str(out))
+    known = records.config(out / 'config.json')
+    changed = lookup.differences(
+      *({'eval': records.plain(c.eval), 'data': records.plain(c.data.eval)}
+        for c in (known, sampled))
+    )  # fmt: skip
+    lookup.require(
+      not changed,
+      f'{out} has votes that were sampled with others of {", ".join(changed)}; '
+      'remove this folder',
+    )
   fields = dict(module=MODULE, of=config.data.train[name], votes=str(out))
   config.data.train[name] = ConfigDict(fields)
   run.train(config, workdir)

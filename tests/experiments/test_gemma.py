@@ -10,6 +10,7 @@ import pytest
 
 from experiments.gemma import documents, questions, results, rows, selfplay
 from experiments.ssp import game, start
+from searchrl_jax import lookup
 from searchrl_jax.data import core as data
 from searchrl_jax.data.checks import DataError
 from searchrl_jax.run import build
@@ -285,11 +286,11 @@ def test_ttrl_is_compared_where_its_start_was_asked_the_same():
   assert found == {'asked': (0.0, 1.0, 1), 'after': (1.0, -1.0, 1)}
 
 
-def test_runs_of_other_folders_stay_in_the_results(tmp_path, monkeypatch):
+def test_runs_of_other_folders_stay_if_asked(tmp_path, monkeypatch):
   """And those that were made again are replaced; gains are of both folders."""
   sweep = rows.get_sweep('model=small')
 
-  def finish(folder, *runs, em):
+  def finish(folder, *runs, em, keep=True, vocabulary=3):
     """The workdir of runs that are done, whose answers are all worth `em`."""
     monkeypatch.setattr(results, 'hits', lambda _: {'q1': em, 'q2': em})
     monkeypatch.setattr(
@@ -305,8 +306,8 @@ def test_runs_of_other_folders_stay_in_the_results(tmp_path, monkeypatch):
       ],
     )
     monkeypatch.setattr(results.figures, 'curve', lambda *_: {})
-    about = {'vocabulary': 3}
-    return results.write(sweep, folder, tmp_path / 'out', about, set())
+    about, out = {'vocabulary': vocabulary}, tmp_path / 'out'
+    return results.write(sweep, folder, out, about, set(), keep)
 
   (tmp_path / 'out').mkdir()
   start = ('good', '0'), ('grpo_good', '0')
@@ -317,6 +318,13 @@ def test_runs_of_other_folders_stay_in_the_results(tmp_path, monkeypatch):
   assert told == [('good', 0, 0), ('grpo_good', 0, 1), ('grpo_good', 1, 1)]
   (gain,) = found['gains']
   assert (gain['arm'], gain['seeds'], gain['gain']) == ('grpo_good', 2, 1.0)
+  with pytest.raises(lookup.ConfigError, match='this one has 4; give another'):
+    finish(tmp_path / 'three', *start, em=1.0, vocabulary=4)
+  alone = finish(tmp_path / 'three', *start, em=1.0, keep=False)
+  assert [(a['arm'], a['seed']) for a in alone['arms']] == [
+    ('good', 0),
+    ('grpo_good', 0),
+  ]
 
 
 def test_bars_hold_by_the_interval_too():

@@ -11,6 +11,7 @@ from experiments import common
 from experiments.gpu import run
 
 DONE = {
+  'model': 'qwen2.5-3b',
   'status': 'done',
   'small': False,
   'seconds': 3.0,
@@ -41,6 +42,8 @@ def test_every_stage_has_a_function_and_the_time_of_all_suffices():
 
 def test_stages_that_are_done_are_not_run_again(tmp_path):
   (tmp_path / 'update.json').write_text(json.dumps(DONE))
+  other = json.dumps(DONE | {'model': 'qwen2.5-1.5b'})
+  (tmp_path / 'search.json').write_text(other)
   (tmp_path / 'grpo.json').write_text('{"status": "failed", "reason": "x"}')
   ran = []
 

@@ -18,7 +18,7 @@ from searchrl_jax.data.checks import DataError
 from searchrl_jax.data.core import Trace
 from searchrl_jax.lookup import ConfigError
 from searchrl_jax.run import build
-from searchrl_jax.store import writer
+from searchrl_jax.store import records, writer
 from searchrl_jax.sweep import core
 from searchrl_jax.types import Passage
 from searchrl_jax.worlds import atlas, microworld
@@ -307,6 +307,8 @@ def test_arms_of_a_start_share_its_votes(config, monkeypatch, tmp_path):
   def evaluate(c, run, out):
     sampled.append((c, run))
     (tmp_path / 'votes' / 'eval.json').write_text('{}')
+    plain = json.dumps(records.plain(c))
+    (tmp_path / 'votes' / 'config.json').write_text(plain)
 
   monkeypatch.setattr(start.evaluate, 'evaluate', evaluate)
   monkeypatch.setattr(start.run, 'train', lambda c, out: trained.append(c))
@@ -321,6 +323,10 @@ def test_arms_of_a_start_share_its_votes(config, monkeypatch, tmp_path):
     fields = c.data.train.test
     assert fields.votes == str(tmp_path / 'votes')
     assert fields.of.to_dict() == config.data.train.test.to_dict()
+  c = config.copy_and_resolve_references()
+  c.train.init, c.rollout.group = str(tmp_path), 8
+  with pytest.raises(ConfigError, match=r'others of eval\.n; remove'):
+    start.train(c, str(tmp_path / 'arm'))
 
 
 # ---- The rows.
