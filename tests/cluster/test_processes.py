@@ -75,14 +75,6 @@ def alone(tmp_path_factory, url):
   return folder
 
 
-@pytest.fixture(scope='module')
-def two(tmp_path_factory, url):
-  folder = tmp_path_factory.mktemp('two')
-  with launch.train(2, folder, url, steps=STEPS) as processes:
-    end(processes)
-  return folder
-
-
 def same_step(folder, alone) -> None:
   """The first step is that of one process."""
   ours, theirs = trajectories(folder), trajectories(alone)
@@ -185,7 +177,7 @@ def test_a_killed_process_ends_the_others_and_is_made_up_for(
   with launch.train(2, tmp_path, url, steps=STEPS) as processes:
     wait_for(tmp_path / 'run' / 'checkpoints' / '00000001', processes)
     processes.send(1, signal.SIGKILL)
-    status, killed = processes.wait(60)
+    status, killed = processes.wait(START_S)
     assert killed == -signal.SIGKILL and status != 0
     said = processes.said(0)
     assert 'process' in said and any(
@@ -202,7 +194,7 @@ def test_a_signal_to_one_saves_all_and_one_process_goes_on(two, tmp_path, url):
   with launch.train(2, tmp_path, url, steps=STEPS) as processes:
     wait_for(tmp_path / 'run' / 'checkpoints' / '00000001', processes)
     processes.send(1, signal.SIGTERM)
-    assert processes.wait(30) == [143, 143], processes.said(0)[-2000:]
+    assert processes.wait(START_S) == [143, 143], processes.said(0)[-2000:]
     said = [
       processes.said(rank).count('stopped by a signal') for rank in (0, 1)
     ]
@@ -221,14 +213,13 @@ def test_a_signal_to_one_saves_all_and_one_process_goes_on(two, tmp_path, url):
   'argument, message',
   [
     ('--config.optim.lr=0.5', 'config.optim.lr'),
-    ('--config.data.world_seed=5', 'config.data.world_seed'),
     ('--config.data.train.micro.module=none_such', 'none_such'),
   ],
 )
 def test_processes_that_differ_say_so_once(argument, message, tmp_path, url):
   each = {1: (argument,)}
   with launch.train(2, tmp_path, url, steps=1, each=each) as processes:
-    assert processes.wait(120) == [2, 2]
+    assert processes.wait(START_S) == [2, 2]
     said = [processes.said(rank) for rank in (0, 1)]
   lines = [x for text in said for x in text.splitlines() if message in x]
   assert len(lines) == 1 and lines[0].startswith('error: ')
@@ -238,7 +229,7 @@ def test_processes_that_differ_say_so_once(argument, message, tmp_path, url):
 def test_processes_with_unequal_devices_are_refused(tmp_path, url):
   mesh = '--config.mesh.fsdp=1'
   with launch.train(2, tmp_path, url, mesh, devices=[2, 1]) as processes:
-    assert processes.wait(120) == [2, 2]
+    assert processes.wait(START_S) == [2, 2]
     said = ''.join(processes.said(rank) for rank in (0, 1))
   assert said.count('takes [2, 1] devices') == 1
 
@@ -247,7 +238,7 @@ def test_a_signal_before_the_run_begins_ends_all(tmp_path, url):
   with launch.train(2, tmp_path, url) as processes:
     wait_for(tmp_path / 'run' / 'tokenizer', processes)
     processes.send(1, signal.SIGTERM)
-    assert processes.wait(30) == [143, 143], processes.said(0)[-2000:]
+    assert processes.wait(START_S) == [143, 143], processes.said(0)[-2000:]
     said = ''.join(processes.said(rank) for rank in (0, 1))
   assert said.count('without a save') == 1
   assert not (tmp_path / 'run' / 'checkpoints').exists()

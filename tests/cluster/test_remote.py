@@ -16,7 +16,7 @@ from tests.cluster import test_processes as local
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900), gcs.needed]
 
 WORKDIR = f'gs://{gcs.BUCKET}/runs/tiny'
-STEPS = 3
+STEPS = local.STEPS
 # Metrics of what one start measured.
 MEASURED = 'time/', 'rollout/', 'sync/', 'second', 'mfu', 'memory'
 
@@ -42,11 +42,8 @@ def computed(workdir) -> list[dict]:
 
 
 def test_a_killed_run_goes_on_from_empty_disks(
-  bucket, tmp_path, url, monkeypatch
+  bucket, two, tmp_path, url, monkeypatch
 ):
-  with launch.train(2, tmp_path / 'whole', url, steps=STEPS) as processes:
-    local.end(processes)
-
   start = lambda: launch.train(
     2, tmp_path, url, f'--workdir={WORKDIR}', steps=STEPS, own=caches(tmp_path)
   )
@@ -59,7 +56,7 @@ def test_a_killed_run_goes_on_from_empty_disks(
       )
       time.sleep(0.1)
     processes.send(1, signal.SIGKILL)
-    processes.wait(60)
+    processes.wait(local.START_S)
   for disk in tmp_path.glob('disk_*'):
     shutil.rmtree(disk)
   with start() as processes:
@@ -69,8 +66,8 @@ def test_a_killed_run_goes_on_from_empty_disks(
 
   monkeypatch.setenv(remote.CACHE, str(tmp_path / 'reader'))
   run = remote.open_run(WORKDIR, steps=True)
-  assert computed(run) == computed(tmp_path / 'whole' / 'run')
-  want = local.params(tmp_path / 'whole' / 'run')
+  assert computed(run) == computed(two / 'run')
+  want = local.params(two / 'run')
   for name, value in local.params(run).items():
     assert value.tobytes() == want[name].tobytes(), name
   names = sorted(p.name for p in (pathlib.Path(run) / 'trajectories').iterdir())
@@ -105,7 +102,7 @@ def test_a_bucket_that_does_not_exist_is_one_line(bucket, tmp_path, url):
   own = {0: {remote.CACHE: str(tmp_path / 'disk')}}
   where = '--workdir=gs://none_such/run'
   with launch.train(1, tmp_path, url, where, own=own) as processes:
-    assert processes.wait(120) == [2]
+    assert processes.wait(local.START_S) == [2]
     said = processes.said(0)
   assert 'gs://none_such/run' in said
   assert 'credentials' in said and 'Traceback' not in said

@@ -3,11 +3,13 @@
 import pickle
 import subprocess
 import sys
+import threading
 from types import SimpleNamespace
 
 import pytest
 
 from searchrl_jax.devices import cluster, sharding
+from searchrl_jax.devices.signals import Stopped
 from searchrl_jax.lookup import ConfigError
 from searchrl_jax.types import Question, Trajectory
 from tests.conftest import ROOT
@@ -117,6 +119,139 @@ def test_a_mesh_takes_as_much_of_each_process(size, taken, monkeypatch):
   with pytest.raises(ConfigError) as e:
     sharding.make_mesh(size, 1, 1, devices)
   assert f'takes {taken} devices' in str(e.value)
+
+
+class Store:
+  """The key-value store of JAX's coordinator, in a dictionary."""
+
+  def __init__(self):
+    self.kept, self.change = {}, threading.Condition()
+
+  def key_value_try_get(self, key):
+    if key not in self.kept:
+      raise RuntimeError(f'NOT_FOUND: {key}')
+    return self.kept[key]
+
+  def key_value_set(self, key, value):
+    with self.change:
+      if key in self.kept:
+        raise RuntimeError(f'ALREADY_EXISTS: {key}')
+      self.kept[key] = value
+      self.change.notify_all()
+
+  key_value_set_bytes = key_value_set
+
+  def blocking_key_value_get_bytes(self, key, ms):
+    with self.change:
+      if not self.change.wait_for(lambda: key in self.kept, ms / 1000):
+        raise RuntimeError('DEADLINE_EXCEEDED')
+      return self.kept[key]
+
+  def key_value_delete(self, key):
+    with self.change:
+      for name in [k for k in self.kept if k.startswith(f'{key}/')]:
+        del self.kept[name]
+
+
+@pytest.fixture
+def together(monkeypatch):
+  """Calls a function of each of two processes; returns results or errors."""
+  here = threading.local()
+
+  class Own:
+    """The `_World` of the thread."""
+
+    def __getattr__(self, name):
+      return getattr(here.world, name)
+
+  monkeypatch.setattr(cluster, '_world', Own())
+  store = Store()
+  worlds = [cluster._World(store, rank, 2, 'host') for rank in (0, 1)]
+
+  def call(*functions):
+    found = [None, None]
+
+    def run(rank):
+      here.world = worlds[rank]
+      try:
+        found[rank] = functions[rank]()
+      except Exception as e:
+        found[rank] = type(e), str(e), cluster.alone(e)
+
+    threads = [threading.Thread(target=run, args=[rank]) for rank in (0, 1)]
+    for thread in threads:
+      thread.start()
+    for thread in threads:
+      thread.join()
+    return found
+
+  call.store = store
+  yield call
+  for world in worlds:
+    world.closed.set()
+
+
+def fails(error):
+  def work():
+    raise error
+
+  return lambda: cluster.gather('x', work)
+
+
+def test_all_have_what_each_has_gathered(together):
+  each = [lambda n=n: cluster.gather('x', lambda: n) for n in 'ab']
+  for _ in range(3):
+    assert together(*each) == [['a', 'b']] * 2
+  assert len({key.split('/')[1] for key in together.store.kept}) == 1
+  large = [lambda n=n: cluster.gather('x', lambda: [n] * 10**6) for n in (0, 1)]
+  assert [len(x[1]) for x in together(*large)] == [10**6] * 2
+
+
+def test_an_error_of_one_is_raised_by_all(together):
+  """And none of them takes it for one that the others do not know of."""
+  fine = lambda: cluster.gather('x', lambda: 1)
+  there = cluster.ProcessError, 'process 1: bad', False
+  own = ValueError, 'bad', False
+  assert together(fine, fails(ValueError('bad'))) == [there, own]
+
+
+@pytest.mark.parametrize('stops', [0, 1])
+def test_an_error_comes_before_a_stop(together, stops):
+  works = [fails(OSError('bad')), fails(OSError('bad'))]
+  works[stops] = fails(Stopped('enough'))
+  found = together(*works)
+  assert found[1 - stops] == (OSError, 'bad', False)
+  said = f'process {1 - stops}: bad'
+  assert found[stops] == (cluster.ProcessError, said, False)
+
+
+def test_of_two_errors_all_raise_the_first(together):
+  found = together(fails(OSError('a')), fails(ValueError('b')))
+  there = cluster.ProcessError, 'process 0: a', False
+  assert found == [(OSError, 'a', False), there]
+
+
+def test_a_stop_stops_all(together):
+  fine = lambda: cluster.gather('x', lambda: 1)
+  stopped = Stopped, 'enough', False
+  assert together(fine, fails(Stopped('enough'))) == [stopped, stopped]
+
+
+def test_processes_in_different_calls_say_so(together):
+  one, other = (lambda n=n: cluster.gather(n, lambda: 1) for n in 'ab')
+  kind, said, _ = together(one, other)[0]
+  assert kind is cluster.ProcessError
+  assert said == "process 1 is at 'b' and process 0 at 'a'"
+
+
+def test_who_waits_for_one_that_left_has_its_error(together):
+  left = lambda: cluster.leave(ValueError('no memory'))
+  waits = lambda: cluster.gather('x', lambda: 1)
+  found = together(waits, left)
+  gone = cluster.ProcessError, 'process 1: no memory', False
+  assert found == [gone, True]  # process 1 prints it
+  root = lambda: cluster.leave(cluster.ProcessError(gone[1], 'no memory'))
+  assert together(root, lambda: True) == [False, True]  # process 0 does not
 
 
 def test_one_process_works_alone(tmp_path):

@@ -398,7 +398,7 @@ def test_a_client_that_goes_frees_its_slot_at_once(tok, tmp_path, path, body):
         if n == 4:
           assert engine.opened == 1
           break  # httpx closes the connection
-    until(lambda: not (engine.opened or engine.running or made._tasks), 2)
+    until(lambda: not (engine.opened or engine.running or made._tasks))
 
 
 @pytest.mark.parametrize('stream', [False, True])
@@ -408,14 +408,17 @@ def test_a_client_that_goes_before_its_reply(tok, tmp_path, stream):
   with served(made) as url, client(url) as http:
     with pytest.raises(httpx.ReadTimeout):
       http.post(
-        '/v1/chat/completions', json=CHAT | {'stream': stream}, timeout=0.3
+        '/v1/chat/completions',
+        json=CHAT | {'stream': stream},
+        timeout=httpx.Timeout(30, read=2),
       )
-    until(lambda: engine.opened == engine.running == 0, 2)
+    assert engine.calls
+    until(lambda: engine.opened == engine.running == 0)
 
 
 def test_the_server_ends_while_it_answers(tok, tmp_path):
   made = policy(tok, tmp_path, delay=0.05, script=lambda *_: 'more and ' * 90)
-  begin, lines = time.monotonic(), []
+  lines = []
   with client('http://127.0.0.1') as http:
     with served(made) as url:
       own = f'{url}/v1/chat/completions'
@@ -426,7 +429,7 @@ def test_the_server_ends_while_it_answers(tok, tmp_path):
     lines += [line for line in each if line]
     stream.__exit__(None, None, None)
   assert 'is stopping' in lines[-2] and lines[-1] == 'data: [DONE]'
-  assert engine_of(made).opened == 0 and time.monotonic() - begin < 4
+  assert engine_of(made).opened == 0
 
 
 # What is played.
@@ -591,7 +594,7 @@ def test_two_answers_side_by_side_token_by_token_and_stopped(
     assert page.js("document.getElementById('stop').disabled") is False
     page.press('Escape')
     page.wait("document.getElementById('stop').disabled")
-    until(lambda: engine_of(both[1]).opened == 0, 2)
+    until(lambda: engine_of(both[1]).opened == 0)
     assert page.texts('[aria-label=two] h2 small') == ['stopped']
     assert page.js("document.getElementById('save').disabled") is False
     # Another question replaces one that is under way.

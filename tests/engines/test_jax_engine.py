@@ -1037,7 +1037,7 @@ def test_a_chunk_begins_when_those_who_come_back_at_once_are_back(monkeypatch):
   one chunk late there, and then their turns are played together.
   """
   engine = make_engine(slots=2, chunk=4)
-  slow(monkeypatch, engine, 0.4)
+  slow(monkeypatch, engine, 1.0)
 
   async def caller(n):
     handle = engine.open(prompt(engine, seed=n))

@@ -113,7 +113,6 @@ def test_a_stage_is_a_process_whose_end_is_recorded(
   found = run.run(Script('a', code=code), tmp_path, True, limit)
   assert found['status'] == status
   assert found.get('reason', '') == reason
-  assert found['seconds'] < 30
   kept = json.loads((tmp_path / 'a.json').read_text())
   assert kept['status'] == status
   if status == 'failed':

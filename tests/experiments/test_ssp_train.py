@@ -554,19 +554,19 @@ def test_a_number_that_does_not_count_is_asked_for_all_the_same(url, tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize('nth', [3, 4])  # before and between the updates
-def test_resume_with_numbers_and_paths_is_bitwise(url, tmp_path, nth):
+def test_resume_with_numbers_and_paths_is_bitwise(url, tmp_path):
   fields = {'selfplay.hops.shuffled': True, 'selfplay.reuse_threshold': 1.0}
   config = tiny(url, **HOPS | TOLD | fields)
   train.train(config, str(tmp_path / 'whole'))
   steps = lines(tmp_path / 'whole' / 'metrics.jsonl')
   assert all(s['solver/teacher_rows'] > 0 for s in steps)
   assert not any('proposer/teacher_rows' in s for s in steps)
-  with killed_at(nth):
-    train.train(config, str(tmp_path / 'killed'))
-  train.train(config, str(tmp_path / 'killed'))
-  found = [params_of(config, tmp_path / name) for name in ('whole', 'killed')]
-  assert same(*found)
-  pools = [pool_of(config, tmp_path / name) for name in ('whole', 'killed')]
-  assert pools[0] == pools[1]
-  assert all(q['meta']['path'] for q in pools[0]['questions'])
+  want, pool = (of(config, tmp_path / 'whole') for of in (params_of, pool_of))
+  assert all(q['meta']['path'] for q in pool['questions'])
+  for nth in (3, 4):  # before and between the updates
+    folder = tmp_path / f'{nth}'
+    with killed_at(nth):
+      train.train(config, str(folder))
+    train.train(config, str(folder))
+    assert same(params_of(config, folder), want)
+    assert pool_of(config, folder) == pool

@@ -11,8 +11,6 @@ from configs import ssrl
 from experiments.ssrl import closedbook, curve, rows
 from searchrl_jax import checks, sft
 from searchrl_jax.data import core as data
-from searchrl_jax.evaluate import files
-from searchrl_jax.evaluate import policy as evaluate
 from searchrl_jax.run import services
 from searchrl_jax.sources import none
 from searchrl_jax.sweep import core
@@ -141,24 +139,6 @@ def url(tmp_path_factory):
   folder = tmp_path_factory.mktemp('world')
   with services.retrieval(tiny(), str(folder)) as found:
     yield found
-
-
-@pytest.mark.long
-@pytest.mark.parametrize('when', ['always', 'entropy'])
-def test_sim_to_real_is_deterministic_and_counts_what_it_asked(
-  url, tmp_path, when
-):
-  """An untrained policy hardly ever searches: its prompt holds the query."""
-  c = tiny()
-  c.source.url = url
-  c.env.real_searches, c.env.search_when = -1, when
-  c.eval.n, c.eval.temperature = 2, 1.0
-  found = [
-    evaluate.evaluate(c, '', str(tmp_path / name)) for name in ('a', 'b')
-  ]
-  assert found[0] == found[1]
-  for row in files.read_rows(tmp_path / 'a'):
-    assert row.real_searches <= row.searches or row.searches == 0
 
 
 def test_a_real_search_finds_the_unseen(url, tmp_path):

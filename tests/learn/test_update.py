@@ -438,11 +438,37 @@ def test_twenty_random_steps_compile_nothing():
   assert not [e for e in events if 'compile' in e]
 
 
+@pytest.mark.parametrize('name', ['accumulate', 'score'])
+def test_logits_of_a_whole_batch_are_never_held(name):
+  """But where one chunk has all tokens."""
+  V, held = CFG.vocab_size, {}
+  for chunk in (4, 1024):
+    c = config(**{'batch.head_chunk': chunk})
+    u = _updater.__wrapped__(c.to_json(sort_keys=True), CFG, False, None, 1.0)
+    length, *_ = c.batch.lengths
+    zeros = [jax.eval_shape(u._zeros, u.shapes)] * (name == 'accumulate')
+    divisor = [np.float32(1)] * len(zeros)
+    u._lower(name, u.shapes, *zeros, u.like(length), *divisor, u.frozen)
+    found = computed(u.traced[name].jaxpr)
+    held[chunk] = {x.size for x in found if V in x.shape}
+    held[chunk] -= {V, V * CFG.d_model}  # sums, the embedding
+  tokens = u.like(length)['ids'].size
+  assert held == {4: set(), 1024: {tokens * V}}
+
+
+def computed(jaxpr):
+  """All that a program and its loops compute."""
+  for equation in jaxpr.eqns:
+    yield from (v.aval for v in equation.outvars)
+    for inner in jax.core.jaxprs_in_params(equation.params):
+      yield from computed(inner)
+
+
 def test_bitwise_repeatable():
   c = config()
   out = []
   for _ in range(2):
-    u = updater(c)
+    u = _updater.__wrapped__(c.to_json(sort_keys=True), CFG, False, None, 1.0)
     state = u.init(update.copy(params()))
     for seed in range(3):
       state, _ = u.step(state, microbatches(c, seed=seed))

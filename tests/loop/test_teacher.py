@@ -73,6 +73,8 @@ def test_weights_of_a_teacher_with_the_policys_prompt(
   train.train(c, str(tmp_path / 'whole'))
   found = deltas(tmp_path / 'whole')
   assert [delta == 0 for delta, *_ in found] == same
+  if weights == 'live':
+    return  # nothing of it is saved
   real, calls = update.Updater.step, []
 
   def killed(*args, **kw):

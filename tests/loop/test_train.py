@@ -195,8 +195,11 @@ def test_resume_after_a_signal_in_a_rollout_is_bitwise(
 
   with monkeypatch.context() as m:
     m.setattr(collector, 'rollout', interrupted)
+    before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(signals.Stopped):
       train.train(config, str(tmp_path))
+    assert signal.getsignal(signal.SIGTERM) == before
+  assert checkpoint.of_run(config, str(tmp_path)).latest() == 1
   train.train(config, str(tmp_path))
   resumed = params_of(config, tmp_path)
   for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(resumed)):
@@ -437,24 +440,6 @@ def test_another_corpus_is_not_trained_on(whole, tmp_path, monkeypatch):
   monkeypatch.setattr(ServiceSource, 'check', moved)
   with pytest.raises(SourceError, match='corpus: .*sha256.* before, .*0000'):
     train.train(config, str(tmp_path / 'run'))
-
-
-def test_a_signal_saves_first(url, tmp_path, monkeypatch):
-  config = tiny.config(url)
-  real, calls = collector.rollout, []
-
-  async def interrupted(*args, **kw):
-    calls.append(1)
-    if len(calls) == 2:
-      os.kill(os.getpid(), signal.SIGTERM)
-    return await real(*args, **kw)
-
-  monkeypatch.setattr(collector, 'rollout', interrupted)
-  before = signal.getsignal(signal.SIGTERM)
-  with pytest.raises(signals.Stopped):
-    train.train(config, str(tmp_path))
-  assert signal.getsignal(signal.SIGTERM) == before
-  assert checkpoint.of_run(config, str(tmp_path)).latest() == 1
 
 
 @pytest.mark.long

@@ -327,15 +327,3 @@ def test_wrong_arguments(encoder):
   for k in (0, -1):
     with pytest.raises(ValueError, match=f'k={k}'):
       DenseJax(vectors, encoder).search(['a'], k)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize('precision', PRECISIONS)
-@pytest.mark.parametrize('P', [5, 901])
-def test_every_precision_on_eight_devices(P, precision, maxima):
-  vectors, q = clustered(P)
-  index = DenseJax(vectors, None, precision=precision, maxima=maxima)
-  assert len(index._corpus['rows'].sharding.device_set) == 8
-  _, scores = index.search_vectors(q, 3)
-  best = np.sort(q @ vectors.T)[:, :-4:-1]
-  assert np.abs(scores - best).max() < 0.02

@@ -9,7 +9,6 @@ import socket
 import ssl
 import subprocess
 import threading
-import time
 import zlib
 
 import hypothesis
@@ -689,9 +688,7 @@ def test_a_drip_without_end_is_left(part):
       connection.sendall(b'x')
 
   with Site({'/': drip}) as site:
-    began = time.monotonic()
     error = failure(site.url + '/', timeout_s=0.5)
-    assert time.monotonic() - began < 10  # it would drip for ever
   assert error.kind == 'timeout' and '0.5 s' in str(error)
 
 

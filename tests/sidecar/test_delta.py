@@ -86,6 +86,8 @@ def test_a_server_follows_by_what_changed(served):
   for version in (2, 3):
     params = moved(params)
     assert follow(params, version) < 0.3 * whole
+  if plain:
+    return  # how changes are written does not matter to what follows
   publish, pid = engine._publisher.publish_delta, sidecar.server_pid
 
   def killed(*args):

@@ -97,16 +97,16 @@ def test_it_agrees_with_fractions():
 @settings(max_examples=100, deadline=None)
 @given(st.text(alphabet='0123456789.+-*/^() e', max_size=220) | st.text())
 def test_any_text_is_answered_soon(text):
-  begin = time.process_time()
+  begin = time.thread_time()
   assert answered(text)
-  assert time.process_time() - begin < 1
+  assert time.thread_time() - begin < 1
 
 
 @pytest.mark.parametrize('operator', ['*', '**', '-', '/', '+', '('])
 def test_the_longest_text_of_one_operator(operator):
-  begin = time.process_time()
+  begin = time.thread_time()
   for number in ('9', '99', '', '.1'):
     text = (number + operator) * 200
     for length in (199, 200):
       assert answered(f'{text[: length - 1]}9')
-  assert time.process_time() - begin < 1
+  assert time.thread_time() - begin < 1

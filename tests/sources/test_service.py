@@ -235,6 +235,24 @@ def test_an_overloaded_server_is_not_asked_in_halves(server):
   assert len(server.batches) == 2  # the client's two attempts
 
 
+def test_a_request_that_times_out_fails_all_its_queries(server):
+  """Those of other trajectories too, and is not asked in halves."""
+  server.delay = 3.0
+
+  async def main():
+    source = service.ServiceSource(config(server.url, timeout=1.0, attempts=1))
+    found = await asyncio.gather(ask(source, 'a', 'b'), ask(source, 'c'))
+    await source.close()
+    return found
+
+  found = asyncio.run(main())
+  assert [[a.kind for a in of] for of in found] == [
+    ['timeout'] * 2,
+    ['timeout'],
+  ]
+  assert [sorted(queries) for queries, _ in server.batches] == [[*'abc']]
+
+
 def test_an_absent_server_is_an_error_for_each_and_check_names_the_fix():
   async def main():
     source = service.ServiceSource(config('http://127.0.0.1:9', attempts=1))
@@ -409,7 +427,7 @@ def test_close_ends_what_waits(server):
     await source.close()
     return await asyncio.gather(sent, waiting, return_exceptions=True)
 
-  ends = asyncio.run(asyncio.wait_for(main(), 5))
+  ends = asyncio.run(asyncio.wait_for(main(), 9))
   assert all(isinstance(e, asyncio.CancelledError) for e in ends)
 
 

@@ -387,8 +387,7 @@ with memory.Peak() as m:
 shapes = jax.eval_shape(lambda: tree)
 out = dict(size=size, save=m.peak - m.start)
 del tree
-with memory.Peak() as m:
-  got = ckpt.restore(shapes, 1, fingerprint={})
+got = ckpt.restore(shapes, 1, fingerprint={})
 assert all(float(got.state[f'x{i}'][-1, -1, -1]) == 1 + i for i in range(8))
 print(json.dumps(out))
 """
@@ -409,8 +408,6 @@ def test_host_memory_of_a_save_of_one_gigabyte(tmp_path):
   )
   got = json.loads(out.stdout.splitlines()[-1])
   print(got)
-  largest = got['size'] // 8
   assert got['size'] >= 1e9
-  assert got['save'] <= largest + 1e9
   # What Orbax's default store needs here: the whole state.
   assert got['save'] <= 0.6 * got['size']

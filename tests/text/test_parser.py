@@ -184,10 +184,10 @@ def test_the_last_box_whose_braces_balance(text, found):
 
 
 def test_a_thousand_open_boxes_are_read_in_one_pass():
-  began = time.process_time()
+  began = time.thread_time()
   assert parsing.boxed(r'\boxed{' * 100_000 + '}') == ''
   assert parsing.boxed(r'\boxed{1} ' + r'\boxed{' * 100_000) == '1'
-  assert time.process_time() - began < 2
+  assert time.thread_time() - began < 2
 
 
 @pytest.mark.parametrize('size', [1, 2, 3, 50])
