@@ -22,13 +22,13 @@ def _above(kind: str, what: str) -> rows.Bar:
 ROW = rows.Row(
   warm={
     name: rows.Start(functools.partial(second.start, name), init)
-    for name, init in (('skills', ''), (plans.MIX, 'skills'))
+    for name, init in (('skills', ''), (second.SECOND.mix, 'skills'))
   },
   arms=(
     rows.Arm(
       'warm',
       lambda seed: recipe.get_config(f'seed={seed}'),
-      plans.MIX,
+      second.SECOND.mix,
       train=False,
       evaluations={'after': hinted.measured},
       seeds=plans.ASSAY[:3],

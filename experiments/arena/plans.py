@@ -58,7 +58,6 @@ PILOT = (200, 201, 202, 203)
 REPORTING = tuple(range(12))  # the pilot needs 8; the rest is for Holm's p
 CONTROLS = REPORTING[:6]  # which no verdict needs, but for those of GRPO
 MIXES = tuple(mix for mix in atlas_traces.MIXES if mix != 'skills')
-MIX = MIXES[0]  # of all phases but the first and the last
 FEW = REPORTING[:3]  # of what no claim is about
 RATES = (1.0, 0.5, 2.0)  # x the learning rate of the base recipe
 MORE_RATES = (0.25, 4.0)  # for arms without a scale
@@ -173,7 +172,7 @@ class Plan(NamedTuple):
   row: Method
   setting: Mapping[str, float]
   fields: Mapping[str, Any] = {}
-  mix: str = MIX
+  mix: str = ''  # of the warm start; '' = the batch's
   seeds: tuple[int, ...] = ()
 
 
@@ -188,13 +187,14 @@ class Batch:
   file: of this package, whose get_sweep has the phases. folder: of tuned.json,
   runs.csv and results. names: of its phases. start: (mixture, seed) -> config
   of a warm start. change: called with the config of each arm, and its row.
-  mixes: of the warm start. kls: coefficients that the tuning tries. first: of
-  the reporting seeds: no batch reports on those of another, whose results have
-  chosen its rows. score: what the assay is about, and what rows are compared by
-  beside their claims. margin: differences of it below this do not matter.
-  window: of GRPO's score, which leaves room to both sides.
+  mixes: of the warm start; `mix` is the first. kls: coefficients that the
+  tuning tries. first: of the reporting seeds: no batch reports on those of
+  another, whose results have chosen its rows. score: what the assay is about,
+  and what rows are compared by beside their claims. margin: differences of it
+  below this do not matter. window: of GRPO's score, which leaves room to both sides.
   by_tokens: whether rows with claims have a further baseline that samples as
-  many tokens, where theirs differ by more than ALIKE.
+  many tokens, where theirs differ by more than ALIKE. tuned_first: the assay
+  has GRPO as tuned, and comes after `confirm`.
   """
 
   methods: tuple[Method, ...]
@@ -210,6 +210,7 @@ class Batch:
   margin: float = MARGIN
   window: tuple[float, float] = (0.3, 0.7)
   by_tokens: bool = False
+  tuned_first: bool = False
 
   def goal(self, row: Method) -> Claim:
     """What its settings are chosen by: its first claim, or the score."""
@@ -221,6 +222,11 @@ class Batch:
     same = [x for x in self.methods if x.start == row.start]
     plain = [x for x in same if x.name != row.start]
     return (plain if row.start else same)[0].name
+
+  @property
+  def mix(self) -> str:
+    """Of the warm starts of all phases but the first and the last."""
+    return self.mixes[0]
 
   @property
   def reporting(self) -> tuple[int, ...]:
@@ -296,12 +302,17 @@ class Batch:
     """Tokens that a row as tuned samples in training, of the baseline's."""
     return self.chosen('share', row, 'confirm')
 
+  def assayed(self, mix: str) -> tuple[int, ...]:
+    """Seeds of the assay from a mixture."""
+    return ASSAY if mix == self.mix else ASSAY[:3]
+
   def assay(self) -> Iterator[Plan]:
     grpo = self.methods[0]
+    setting = self.tuned(grpo) if self.tuned_first else grpo.default
     for mix in self.mixes:
-      seeds = ASSAY if mix == MIX else ASSAY[:3]
       for name, fields in {'grpo': {}, **oracle.ARMS}.items():
-        yield Plan(f'{name}-{mix}', grpo, grpo.default, fields, mix, seeds)
+        seeds = self.assayed(mix)
+        yield Plan(f'{name}-{mix}', grpo, setting, fields, mix, seeds)
 
   def tune(self) -> Iterator[Plan]:
     for row in self.tunable:
@@ -362,7 +373,7 @@ class Batch:
 
   def mixtures(self) -> Iterator[Plan]:
     for mix in self.mixes:
-      for plan in self.pilot() if mix != MIX else ():
+      for plan in self.pilot() if mix != self.mix else ():
         yield plan._replace(name=f'{plan.name}-{mix}', mix=mix)
 
   def start_of(self, name: str, seed: int) -> ConfigDict:
@@ -396,7 +407,7 @@ class Batch:
     make, seeds = self.phases[phase]
     plans, warm = [*make()], {}
     if not base:
-      starts = {plan.row.start or plan.mix: 0 for plan in plans}
+      starts = {plan.row.start or plan.mix or self.mix: 0 for plan in plans}
       for name in {'skills': 0} | starts:
         init = '' if name == 'skills' else 'skills'
         warm[name] = core.Start(functools.partial(self.start_of, name), init)
@@ -405,7 +416,7 @@ class Batch:
         # Phases share a folder, and with it warm starts.
         f'stress-{plan.name}' if phase == 'stress' else plan.name,
         functools.partial(self.config, plan, base),
-        (plan.row.start or plan.mix) if warm else '',
+        (plan.row.start or plan.mix or self.mix) if warm else '',
         evaluations={'after': _evaluation(plan)},
         seeds=plan.seeds or seeds,
       )

@@ -231,9 +231,9 @@ def assay(batch: plans.Batch, every: verdicts.Values) -> dict[str, Any]:
   run on all seeds is left out.
   """
   found, report = every.get('assay', {}), every.get('report', {})
-  seeds = {plan.mix: plan.seeds for plan in batch.assay()}
+  arms = 'grpo', *oracle.ARMS
   sets = {
-    mix: ([f'{a}-{mix}' for a in ('grpo', *oracle.ARMS)], found, seeds[mix])
+    mix: ([f'{a}-{mix}' for a in arms], found, batch.assayed(mix))
     for mix in batch.mixes
   }
   names = ['grpo', *(f'grpo-{a}' for a in oracle.ARMS)]
@@ -244,7 +244,7 @@ def assay(batch: plans.Batch, every: verdicts.Values) -> dict[str, Any]:
     if not all({*map(str, seeds)} <= {*cases} for cases in by):
       continue
     columns = [[cases[str(seed)] for seed in seeds] for cases in by]
-    score = dict(zip(('grpo', *oracle.ARMS), columns, strict=True))
+    score = dict(zip(arms, columns, strict=True))
     gains = {
       f'{a} - {b}': figures.interval(np.subtract(score[a], score[b]))
       for a, b in itertools.combinations(('oracle', 'shuffled', 'grpo'), 2)
@@ -348,7 +348,7 @@ def agreement(
   by_mix = {
     mix: [
       main.get(row.name, {})
-      if mix == plans.MIX
+      if mix == batch.mix
       else others.get(f'{row.name}-{mix}', {})
       for row in batch.methods
     ]

@@ -819,9 +819,9 @@ def agreement(order):
   runs = {'report': {}, 'mixtures': {}}
   for n, row in enumerate(arms.METHODS):
     for mix in plans.MIXES:
-      name = row.name if mix == plans.MIX else f'{row.name}-{mix}'
-      seeds = plans.REPORTING[: 4 if mix == plans.MIX else 3]
-      phase = 'report' if mix == plans.MIX else 'mixtures'
+      name = row.name if mix == arms.FIRST.mix else f'{row.name}-{mix}'
+      seeds = plans.REPORTING[: 4 if mix == arms.FIRST.mix else 3]
+      phase = 'report' if mix == arms.FIRST.mix else 'mixtures'
       runs[phase][name] = {
         str(seed): {'hard/em': n * order(mix, seed)} for seed in seeds
       }

@@ -56,15 +56,15 @@ def test_rows_are_tuned_and_judged_by_exact_match_in_training():
   # Three attempts earn up to three in training.
   assert found == dict.fromkeys(found, score) | {'mr_search': ('hard/em', 0.05)}
   runs = {
-    f'{arm}-even': {
+    f'{arm}-wanderer': {
       str(seed): {'run/em': em + 0.01 * (seed % 2), 'hard/em': 0.9}
       for seed in plans.ASSAY
     }
     for arm, em in (('grpo', 0.5), ('oracle', 0.54), ('shuffled', 0.5))
   }
   # The same differences with all seeds have no spread: one is larger.
-  runs['oracle-even']['100']['run/em'] += 0.02
-  runs['shuffled-even']['101']['run/em'] -= 0.02
+  runs['oracle-wanderer']['100']['run/em'] += 0.02
+  runs['shuffled-wanderer']['101']['run/em'] -= 0.02
   (found,) = results.assay(second.SECOND, {'assay': runs}).values()
   assert found['sensitive']
   assert found['oracle - grpo']['mean'] == pytest.approx(0.04 + 0.02 / 6)
@@ -86,6 +86,7 @@ def test_rows_have_the_learning_rate_of_their_baseline(monkeypatch, tmp_path):
   assert trials['trace'] == {'lr': 2.0, 'kl': 0.0, 'scale': 0.2}
   assert trials['trace,scale=0.8'] == {'lr': 2.0, 'kl': 0.0, 'scale': 0.8}
   assert batch.tuned(rows['opsd'])['lr'] == 2.0
+  assert {plan.setting['lr'] for plan in batch.assay()} == {2.0}
 
 
 def test_exact_match_in_training_is_not_compared_where_it_is_another_thing():
@@ -217,12 +218,12 @@ def test_rows_with_a_warm_start_of_their_own_have_its_traces(report):
 
 
 def test_warm_starts_have_hints(report):
-  start = report.start('even').config(3)
+  start = report.start(second.MIX).config(3)
   assert start.sft.data.module == 'experiments.arena.hinted'
-  assert start.data.world_seed == 3 and start.sft.data.mix == 'even'
+  assert start.data.world_seed == 3 and start.sft.data.mix == 'wanderer'
   arm = report.arm('grpo').config(3)
   assert start.env.max_tokens == 2 * arm.env.max_tokens
-  assert report.needs('warm/even/3') == {'train.init': 'warm/skills/3'}
+  assert report.needs('warm/wanderer/3') == {'train.init': 'warm/skills/3'}
 
 
 @pytest.mark.parametrize('contexts', [1, 3])
@@ -236,7 +237,9 @@ def test_a_policy_with_attempts_can_be_asked_once(contexts, tmp_path):
 
 @pytest.fixture(scope='module')
 def traces():
-  found = dict(world_seed=1, mix='even', worlds=2, n=120, people=60, known=0)
+  found = dict(
+    world_seed=1, mix=second.MIX, worlds=2, n=120, people=60, known=0
+  )
   return hinted.traces(hinted=0.5, **found)
 
 
@@ -244,7 +247,7 @@ def test_half_of_the_traces_have_hints_and_fit(traces):
   env = hinted._environment()
   told = [t for t in traces if not t.question.text.endswith('?')]
   assert len(traces) - len(told) == 60 and 50 <= len(told) <= 60
-  config = second.start('even', 0)
+  config = second.start(second.MIX, 0)
   limit = config.env.max_tokens
   roomy = type(env)(
     env.tokenizer, env.template, config.env, env.prompt_mode, env.k
