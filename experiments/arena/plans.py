@@ -191,10 +191,10 @@ class Batch:
   tuning tries. first: of the reporting seeds: no batch reports on those of
   another, whose results have chosen its rows. score: what the assay is about,
   and what rows are compared by beside their claims. margin: differences of it
-  below this do not matter. window: of GRPO's score, which leaves room to both sides.
-  by_tokens: whether rows with claims have a further baseline that samples as
-  many tokens, where theirs differ by more than ALIKE. tuned_first: the assay
-  has GRPO as tuned, and comes after `confirm`.
+  below this do not matter. window: of GRPO's score, which leaves room to both
+  sides. by_tokens: whether rows with claims have a further baseline that
+  samples as many tokens, where theirs differ by more than ALIKE. tuned_first:
+  the assay has GRPO as tuned, and comes after `confirm`.
   """
 
   methods: tuple[Method, ...]
