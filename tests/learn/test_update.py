@@ -412,8 +412,9 @@ def test_a_bad_number_leaves_the_state_as_it_was(bad):
 
 
 @pytest.mark.long
-def test_twenty_random_steps_compile_nothing():
-  c = config(**{'algorithm.minibatches': 2})
+@pytest.mark.parametrize('tree', [{}, {'batch.prefix_tokens': 48}], ids=len)
+def test_twenty_random_steps_compile_nothing(tree):
+  c = config(**{'algorithm.minibatches': 2, **tree})
   u = updater(c)
   state = u.init(update.copy(params()))
   u.warmup(score=True)
