@@ -57,7 +57,7 @@ METHODS = sorted(
 @pytest.mark.parametrize('name', METHODS)
 def test_every_method_changes_every_base(name):
   module = importlib.import_module(f'configs.methods.{name}')
-  for base in ('atlas', f'search_r1,{FULL}'):
+  for base in ('atlas', f'search_r1,{FULL}', 'gemma'):
     c = module.get_config(f'base={base},seed=4')
     assert (c.name, c.seed) == (name, 4)
     assert c.algorithm.kl == 'none', 'experiments/arena sets it'

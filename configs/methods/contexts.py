@@ -36,6 +36,8 @@ def change(c, a):
   env = c.env
   env.template = 'contexts' if c.model.path else 'micro_contexts'
   env.max_contexts = a.contexts
+  if a.contexts > 1:  # a prefix tree has trajectories of one context
+    c.batch.prefix_tokens = 0
   # All contexts of a trajectory are in one microbatch.
   rows = math.ceil(a.contexts / c.batch.loss_fraction)
   c.batch.tokens = max(c.batch.tokens, rows * c.batch.lengths[-1])

@@ -74,14 +74,18 @@ def set_algorithm(c: ConfigDict, fields: Mapping[str, Any]) -> None:
   c.algorithm.update({**fields, 'kl': 'none', 'kl_coef': 0.0})
 
 
-def make_room(c: ConfigDict) -> None:
-  """Lets rows be twice as long, for a hint in a teacher's prompt."""
-  longest = 2 * c.batch.lengths[-1]
+def make_room(c: ConfigDict, longest: int = 0) -> None:
+  """Lets the longest rows have so many tokens.
+
+  0: twice as many as before, for a hint in a teacher's prompt.
+  """
+  longest = longest or 2 * c.batch.lengths[-1]
   if c.batch.prefix_tokens:
     c.batch.lengths = (longest,)
     c.batch.prefix_tokens = max(c.batch.prefix_tokens, longest)
   else:
-    c.batch.lengths = (*c.batch.lengths, longest)
+    shorter = [n for n in c.batch.lengths if n < longest]
+    c.batch.lengths = (*shorter, longest)
   c.batch.tokens = max(c.batch.tokens, longest)
 
 

@@ -37,8 +37,7 @@ def get_config(arg=None):
 def change(c, a):
   tokens = a.tokens or c.env.max_tokens * (a.attempts if a.contexts == 1 else 1)
   c.engine.max_len = max(c.engine.max_len, tokens)
-  c.batch.lengths = (*[n for n in c.batch.lengths if n < tokens], tokens)
-  c.batch.tokens = max(c.batch.tokens, tokens)
+  core.make_room(c, tokens)
   fields = dict(kind='attempts', keep=0, limit=tokens)
   own = {name: a[name] for name in ('attempts', 'contexts', 'note')}
   contexts.change(c, ConfigDict(fields | own))

@@ -229,6 +229,9 @@ def compare(arms: Sequence[dict], marks: Marks) -> list[dict]:
     more = chosen(f'more_{start}', arms)
     pairs += [(arm, start), (more, start)]
     pairs += [(arm, other) for other in (more, 'rag_few_shot', fine_tuned)]
+  methods = sorted({arm for arm, _ in marks if arm.startswith('method_')})
+  pairs += [(arm, 'hesitant') for arm in methods]
+  pairs += [(arm, 'method_grpo') for arm in methods if arm != 'method_grpo']
   compared = [(*pair, e, e) for pair in pairs for e in ('after', 'sampled')]
   # Its questions are a part of those that the start was asked.
   compared.append(('ttrl', 'good', 'asked', 'after'))
@@ -289,8 +292,8 @@ def write(
       marks.setdefault((arm.name, name), {})[case] = hits(folder)
   here = {(a['arm'], a['seed']) for a in arms}
   arms += [a for a in record['arms'] if (a['arm'], a['seed']) not in here]
-  order = [arm.name for arm in sweep.arms]
-  arms.sort(key=lambda a: (order.index(a['arm']), a['seed']))
+  order = {arm.name: n for n, arm in enumerate(sweep.arms)}
+  arms.sort(key=lambda a: (order.get(a['arm'], len(order)), a['seed']))
   gains = compare(arms, marks)
   record = {
     **about,

@@ -7,10 +7,12 @@ made=runs/gemma/made --only=grpo_good
 Questions: `tune` chooses settings, selects epochs and draws the curve; `dev`,
 683 questions of Natural Questions, is reported. Training has none of them, but
 for TTRL, which asks 160 without their answers and is reported on the others.
+`method=NAME` adds two arms: a file of configs/methods, and its `grpo`.
 """
 
 from collections.abc import Callable, Mapping
 import functools
+import importlib
 import pathlib
 from typing import Any
 
@@ -115,7 +117,8 @@ SHORT = {'train.steps': 20, 'rollout.questions': 8}
 
 
 def get_sweep(arg=None):
-  a = schema.parse_arg(arg, model='gemma-small', made='', steps=60)
+  known = dict(model='gemma-small', made='', steps=60, method='')
+  a = schema.parse_arg(arg, **known)
   made = pathlib.Path(a.made).resolve()
 
   def config(start='good', fields: Mapping[str, Any] | None = None):
@@ -188,6 +191,17 @@ def get_sweep(arg=None):
 
     return of
 
+  def method(name: str, seed: int):
+    """A method of configs/methods; 40 steps of 8 x 8."""
+    book = made / 'closed_book.jsonl'
+    c = importlib.import_module(f'configs.methods.{name}').get_config(
+      f'base=gemma,model={a.model},seed={seed},start=hesitant,'
+      f'closed_book={book}'
+    )
+    c.train.steps, c.rollout.questions = 40, 8
+    c.eval.every, c.eval.questions = 20, 200
+    return c
+
   def simulator(seed: int):
     """Of ZeroSearch: it learns to write passages."""
     c = config()(seed)
@@ -215,6 +229,7 @@ def get_sweep(arg=None):
   starts = {'good': good, 'hesitant': hesitant, 'own': own}
   starts |= {f'reading_{n}': of for n, of in readers.items()} | longer
   starts |= {'simulator': simulator, 'roles': roles}
+  compared = dict.fromkeys(('grpo', a.method)) if a.method else ()
   passage = functools.partial(on, module='baselines')
   read = {'after': passage('dev'), 'gold': passage('dev', gold=True)}
   both = {'after': on('dev'), 'real': on('dev', real)}
@@ -280,6 +295,16 @@ def get_sweep(arg=None):
     *(
       baseline(name, of, name, evaluations=POLICY | {'tune': on('tune')})
       for name, of in longer.items()
+    ),
+    *(
+      rows.Arm(
+        f'method_{name}',
+        functools.partial(method, name),
+        'hesitant',
+        evaluations=POLICY,
+        seeds=(0,),
+      )
+      for name in compared
     ),
   )
   return rows.Row(
