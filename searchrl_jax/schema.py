@@ -19,15 +19,18 @@ _PARTS = (
   'batch optim sft train checkpoint eval log'
 )
 
+DTYPES = 'float32', 'bfloat16', 'float16'
 CHOICES = {
   'model.remat': ('none', 'block', 'attention', 'mlp', 'matmuls'),
   'model.attention': ('auto', 'xla', 'cudnn', 'splash'),
-  'model.lora.dtype': ('', 'float32', 'bfloat16', 'float16'),
+  'model.dtype': DTYPES,
+  'model.lora.dtype': ('', *DTYPES),
   'data.prompt': ('template', 'as_is'),
   'env.information': ('source', 'policy'),
   'env.answer': ('tags', 'boxed'),
   'env.search_when': ('always', 'entropy'),
   'source.servers': ('each', 'one'),
+  'engine.dtype': DTYPES,
   'engine.sync': ('full', 'delta'),
   'rollout.trace_when': ('always', 'failed'),
   'algorithm.ratio': ('token', 'sequence', 'product'),

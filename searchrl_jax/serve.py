@@ -156,6 +156,11 @@ def make(policies: Sequence[Policy], key: str, host: str = '') -> Starlette:
     if not isinstance(text, str) or not text.strip():
       raise HttpError(400, 'question: expected a text', 'question')
     player, name = policy.player, f'ask-{folders.digest(text)[:8]}'
+    most = player.config.env.max_tokens
+    # Others would wait while megabytes are tokenised, which cannot fit.
+    if len(text) > most * player.have.tok.max_token_bytes:
+      said = f'question: {len(text)} characters, for {most} tokens'
+      raise HttpError(422, f'{said} (config.env.max_tokens)', 'question')
 
     async def work(tell: app.Tells) -> None:
       show = lambda _, event: tell(_shown(player.have.tok, event))
@@ -295,7 +300,7 @@ def main():
   asked = [(_CONFIG.value, _WORKDIR.value or '', _CHECKPOINT.value)]
   if beside := _BESIDE.value:
     config = build.load_config(beside)
-    services.require_alone(config, build.mesh(config), '--beside')
+    services.require_alone(config, build.any_mesh(config), '--beside')
     asked.append((config, beside, _BESIDE_CHECKPOINT.value))
   policies: list[Policy] = []
   interrupted = contextlib.suppress(KeyboardInterrupt)

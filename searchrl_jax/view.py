@@ -80,15 +80,17 @@ def write(
   runs = [read.run(w, live) for w in (workdir, against) if w]
   rows: list[dict[str, Any]] = []
   for n, run in enumerate(runs):
-    chosen = _chosen(run, trajectories)
+    found = [
+      {'run': n} | row
+      for part, step, count in _chosen(run, trajectories)
+      for row in _step(run, part, step, count, folder / f'{n}_{part}_{step}')
+    ]
     records.require(
-      chosen,
+      found,
       f'{run.folder} has no trajectories: it has not finished a step, or '
       'config.log.trajectories_every is 0',
     )
-    for part, step, count in chosen:
-      stem = folder / f'{n}_{part}_{step}'
-      rows += ({'run': n} | row for row in _step(run, part, step, count, stem))
+    rows += found
   if len(runs) > 1:
     _require_comparable(runs, rows)
   questions: dict[tuple, int] = {}
@@ -158,7 +160,8 @@ def _step(
   for record in run.records(part, [step]):
     t = record.trajectory
     groups[t.question.id, t.role].append(record)
-  every = [*groups.values()]
+  if not (every := [*groups.values()]):
+    return  # it was stopped before any had ended
   n = max(1, count * len(every) // sum(map(len, every)))
   places = np.linspace(0, len(every) - 1, min(n, len(every)))
   some = [every[i] for i in places.round().astype(int)]

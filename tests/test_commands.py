@@ -494,6 +494,19 @@ def test_costs_count_host_memory_and_what_is_in_flight():
   assert not any('paused' in name for name in lines)
 
 
+def test_costs_count_the_weights_of_a_teacher():
+  config = tiny.config('http://127.0.0.1:9')
+  config.teacher.context = 'own'
+  config.algorithm.advantage = 'distilled'
+  size = parameters.model_config(config, 700).n_params
+  for weights in ('ema', 'copy'):
+    config.teacher.weights = weights
+    told = report(config)["teacher's parameters"]
+    assert told == f'{4 * size / 2**20:,.1f}'
+  config.teacher.weights = 'live'
+  assert "teacher's parameters" not in report(config)
+
+
 def test_costs_count_a_step():
   config = tiny.config('http://127.0.0.1:9')
   cfg, mesh = parameters.model_config(config, 700), build.mesh(config)

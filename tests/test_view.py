@@ -9,6 +9,7 @@ import shutil
 import threading
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 
 from searchrl_jax import read, view
@@ -159,6 +160,13 @@ def test_runs_that_cannot_be_compared(folder, tmp_path):
     view.write(str(folder / 'one'), out, against=str(tmp_path / 'other'))
   viewed.write_run(tmp_path / 'none', steps=0)
   with pytest.raises(RunError, match='trajectories_every'):
+    view.write(str(tmp_path / 'none'), out)
+  # A run that was stopped at once: the step has a file without rows.
+  (tmp_path / 'none' / 'trajectories').mkdir(exist_ok=True)
+  one = folder / 'one' / 'trajectories' / 'step_00000000.parquet'
+  empty = pq.read_table(one).slice(0, 0)
+  pq.write_table(empty, tmp_path / 'none' / 'trajectories' / one.name)
+  with pytest.raises(RunError, match='not finished a step'):
     view.write(str(tmp_path / 'none'), out)
   assert not out.exists()
 

@@ -52,6 +52,8 @@ def of_run(config, cfg, mesh, working: int | None = None) -> Costs:
     rows[f'frozen parameters ({cfg.lora.dtype})'] = nbytes(trained.frozen)
   if ref := trained.fixed['reference']:
     rows['reference parameters'] = nbytes(ref)
+  if teacher := like.get('teacher'):
+    rows["teacher's parameters"] = nbytes(teacher)
   rows |= {
     'optimizer': nbytes(state.opt_state),
     'gradients, accumulated': own,
@@ -102,6 +104,9 @@ def render(config, cfg, mesh, found: Costs) -> str:
       f'  (the servers of engine {engine.module!r} come on top, on '
       f'{engine.url or engine.device})'
     )
+  if config.source.simulator.path:
+    path = config.source.simulator.path
+    lines.append(f'  (the model of the simulator, {path}, comes on top)')
   of_host = 'Memory of the host, of one process (MiB)'
   lines += _table(of_host, 68, found.host, _MIB)
   return '\n'.join(lines + _table('One step', 48, found.step))

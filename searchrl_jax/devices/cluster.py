@@ -253,10 +253,14 @@ def _given(coordinator: str, processes: int, process_id: int) -> dict | None:
     named = address, _number('NNODES'), _number('RANK')
     names = 'MASTER_ADDR', 'NNODES', 'RANK'
   elif int(env.get('SLURM_STEP_NUM_TASKS', '1')) > 1:
-    # JAX gives each task one GPU; the only task of a node takes all.
+    # JAX gives each task one GPU; the only task of a node takes all, or those
+    # that the variable of JAX names, which `initialize` would not read.
     gpus = env.get('CUDA_VISIBLE_DEVICES', '').split(',')
+    named = env.get('JAX_CUDA_VISIBLE_DEVICES', 'all')
     alone = env.get('SLURM_STEP_TASKS_PER_NODE', '').partition('(')[0] == '1'
-    ids = range(len(gpus)) if alone and gpus[0] else None
+    ids = [*range(len(gpus))] if alone and gpus[0] else None
+    if ids and named != 'all':
+      ids = [int(n) for n in named.split(',')]
     return {'cluster_detection_method': 'slurm', 'local_device_ids': ids}
   elif ',' in env.get('TPU_WORKER_HOSTNAMES', ''):
     return {}

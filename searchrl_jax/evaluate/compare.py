@@ -103,6 +103,8 @@ def compare(
       if not keys or questions in seen:
         continue
       seen.append(questions)
+      # Of all questions; only rows of A say which are of a slice.
+      known = {*theirs} if label == 'all' else theirs.keys() & questions
       x, y = [ours[k] for k in keys], [theirs[k] for k in keys]
       wins = sum(v > u for u, v in zip(x, y, strict=True))
       losses = sum(v < u for u, v in zip(x, y, strict=True))
@@ -111,7 +113,7 @@ def compare(
       interval = metrics.bootstrap(apart, resamples=resamples, seed=seed)
       by_slice[label.removeprefix('all/')] = {
         'n': len(keys),
-        'unpaired': len(ours.keys() ^ (theirs.keys() & questions)),
+        'unpaired': len(ours.keys() ^ known),
         'a': sum(x) / len(x),
         'b': sum(y) / len(y),
         'difference': interval.mean,

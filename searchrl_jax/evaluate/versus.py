@@ -45,7 +45,7 @@ def config_for(workdir: str, on, own_searches: bool):
   # em and f1 need no judge. Servers that it named may serve a run, or be gone.
   config.judge.url = ''
   if config.engine.url:
-    config.engine.update(module='jax', url='')
+    config.engine.update(module='jax', url='', sync='full')
   if config.source.module == 'none':
     config.env.max_turns = 0
   elif config.env.information == 'policy' and not own_searches:

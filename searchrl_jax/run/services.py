@@ -298,12 +298,13 @@ def _simulator(config, policy, tok, mesh, workdir: str):
   tok = build.tokenizer(theirs, folder)
   cfg = parameters.model_config(theirs, tok.vocab_size, tok.needed)
   check_engine(theirs, cfg)
-  params = parameters.initial(theirs, cfg, mesh)
-  made = engine(theirs, cfg, params, tok, mesh, folder)
+  weights = [parameters.initial(theirs, cfg, mesh)]
+  made = engine(theirs, cfg, weights[0], tok, mesh, folder)
 
   async def start():
     canary = tok.encode(fields.useful)[:64]
-    await _first_weights(theirs, made, cfg, params, mesh, canary)
+    # The engine has its own from here on.
+    await _first_weights(theirs, made, cfg, weights.pop(), mesh, canary)
     made.warmup()
 
   return simulated.DocumentWriter(lambda: made, tok, start)

@@ -147,9 +147,9 @@ def _named(what: str, name: str, known: Mapping[str, T]) -> T:
   return known[name]
 
 
-def parse(case: str) -> tuple[int, int | None]:
-  """(seed, world) of a case."""
-  world, _, seed = case.rpartition('-')
+def parse(case: str | int) -> tuple[int, int | None]:
+  """(seed, world) of a case; an int is a seed."""
+  world, _, seed = str(case).rpartition('-')
   return int(seed), int(world) if world else None
 
 

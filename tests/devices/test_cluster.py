@@ -17,6 +17,7 @@ from tests.conftest import ROOT
 NAMES = (
   'NNODES', 'RANK', 'MASTER_ADDR', 'MASTER_PORT', 'SLURM_STEP_NUM_TASKS',
   'SLURM_STEP_TASKS_PER_NODE', 'CUDA_VISIBLE_DEVICES', 'TPU_WORKER_HOSTNAMES',
+  'JAX_CUDA_VISIBLE_DEVICES',
 )  # fmt: skip
 
 
@@ -90,8 +91,10 @@ def test_slurm_gives_the_only_task_of_a_node_all_gpus(environ):
   environ(SLURM_STEP_TASKS_PER_NODE='1(x4)')
   assert given() == {
     'cluster_detection_method': 'slurm',
-    'local_device_ids': range(3),
+    'local_device_ids': [0, 1, 2],
   }
+  environ(JAX_CUDA_VISIBLE_DEVICES='0,2')  # others are of servers
+  assert given()['local_device_ids'] == [0, 2]
 
 
 def test_hosts_of_a_tpu_slice_are_found_by_jax(environ):

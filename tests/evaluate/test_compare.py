@@ -87,6 +87,12 @@ def test_a_question_that_failed_on_one_side_is_told_and_left_out():
   assert (whole['wins'], whole['ties']) == (1, 1)
 
 
+@pytest.mark.parametrize('mine, theirs', [(5, 2), (2, 5)])
+def test_questions_of_one_side_alone_are_told(mine, theirs):
+  whole = found(rows([1] * mine), rows([1] * theirs))['all']
+  assert (whole['n'], whole['unpaired']) == (2, 3)
+
+
 def test_samples_of_a_question_are_averaged_first():
   a = rows([0, 1]) + [
     dataclasses.replace(r, sample=1, em=1.0) for r in rows([0, 1])

@@ -73,6 +73,7 @@ def test_searches_are_real_unless_told_otherwise(runs):
 def test_a_run_brings_no_dials_and_no_servers_of_its_own(runs, tmp_path):
   config = json.loads(open(f'{runs[0]}/config.json').read())
   config['judge']['url'] = config['engine']['url'] = 'http://127.0.0.1:9'
+  config['engine'].update(module='vllm', sync='delta')
   config['source']['dials'] = {'empty': 0.5}
   (tmp_path / 'config.json').write_text(json.dumps(config))
   asked = versus.build.load_config(runs[0])
@@ -81,6 +82,7 @@ def test_a_run_brings_no_dials_and_no_servers_of_its_own(runs, tmp_path):
     found = versus.config_for(str(tmp_path), asked, False)
     assert found.source.dials.to_dict() == dials
     assert found.judge.url == found.engine.url == ''
+    assert (found.engine.module, found.engine.sync) == ('jax', 'full')
 
 
 def test_questions_without_a_corpus_are_answered_without_searches(runs):
