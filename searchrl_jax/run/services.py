@@ -303,8 +303,8 @@ def _simulator(config, policy, tok, mesh, workdir: str):
 
   async def start():
     canary = tok.encode(fields.useful)[:64]
-    # The engine has its own from here on.
-    await _first_weights(theirs, made, cfg, weights.pop(), mesh, canary)
+    if weights:  # from here on the engine has its own
+      await _first_weights(theirs, made, cfg, weights.pop(), mesh, canary)
     made.warmup()
 
   return simulated.DocumentWriter(lambda: made, tok, start)
