@@ -154,8 +154,11 @@ def _call(name, fields, data, function: str, search: Search | None = None):
   for key in fields:
     hint = lookup.near(key, names)
     require(key in names, f'{where} has no field {key!r}; {hint}')
-  # The set takes precedence over config.data, and that over the defaults.
+  # The set takes precedence over config.data, and that over the defaults. One
+  # of the world that is served has its size.
   given = {'world_seed': data.world_seed, 'prompt': data.prompt}
+  if fields['module'] == data.get('world_module'):
+    given |= dict(data.world)
   given |= {'folder': data_dir(data), **fields}
   given = {key: given[key] for key in known if key in given}
   for key, parameter in known.items():

@@ -57,7 +57,7 @@ async def each_attempt(
   for i in np.flatnonzero(valid):
     t, right = found[i], []
     at = progress.last_segments(t)
-    for block in env.answers(env.blocks(t)):
+    for block in env.answers(t):
       right.append(scores.exact_match(block.text, t.question.answers))
       value[i][at[block.turn]] = right[-1]
     if right:
@@ -145,7 +145,8 @@ def valid_format(
   config.env.information='policy'. Further blocks of a template are allowed in
   the position of a search if they act, in the position of an answer if they end
   the trajectory, and in any position otherwise. Calls as JSON, one or several,
-  stand in the position of a search.
+  stand in the position of a search. With several attempts, each is of this
+  form; blocks that the policy was asked for are of none.
 
   Args:
     trajectory: as the environment recorded it.
@@ -161,9 +162,12 @@ def valid_format(
   if not own or env.config.real_searches:
     writers.append('environment')
   state = 'start'
+  noted = trajectory.meta.get('noted', ())
   for block in env.blocks(trajectory):
     if block.author == 'environment' and block.kind == 'other':
       continue  # the note before the last turn
+    if block.turn in noted:
+      continue
     wanted = writers if block.kind == 'information' else ['policy']
     if not block.complete or block.author not in wanted:
       return False
@@ -178,6 +182,8 @@ def valid_format(
       if not (kind.acts or kind.ends):
         continue
       name = 'search' if kind.acts else 'answer'
+    if state == 'end' and env.config.attempts > 1:
+      state = 'start'  # of another attempt
     if name not in machine[state]:
       return False
     state = machine[state][name]

@@ -232,8 +232,10 @@ class SearchEnv:
     told = {name: getattr(state, name) for name in counters}
     if state.shares:
       told['shares'] = state.shares
+    if state.noted:
+      told['noted'] = list(state.noted)
     if self.config.attempts > 1:
-      told['attempt'] = self._attempts(blocks, state.turn + 1)
+      told['attempt'] = self._attempts(blocks, state)
     out = types.Trajectory(
       question=state.question,
       segments=state.segments,
@@ -242,7 +244,7 @@ class SearchEnv:
       sample=sample,
       role=state.role,
       invalid_actions=state.invalid_actions,
-      turns=state.generations,
+      turns=min(state.turn + 1, state.generations),
       seconds=seconds,
       contexts=state.contexts,
       meta=told | dict(meta or {}),
@@ -250,21 +252,27 @@ class SearchEnv:
     out.parsed[self] = blocks  # while other trajectories are sampled
     return out
 
-  def _attempts(self, blocks: Sequence[Block], turns: int) -> list[int]:
+  def _attempts(self, blocks: Sequence[Block], state: State) -> list[int]:
     """The attempt that each turn belongs to; a reflection is of the next."""
-    answered = [b.turn for b in self.answers(blocks)]
-    return [sum(turn < n for turn in answered) for n in range(turns)]
+    answered = [b.turn for b in self._ending(blocks, state.noted)]
+    return [sum(turn < n for turn in answered) for n in range(state.turn + 1)]
 
-  def answers(self, blocks: Sequence[Block]) -> list[Block]:
-    """The answers that ended attempts, one for each.
+  def answers(self, trajectory: types.Trajectory) -> list[Block]:
+    """The answers that ended attempts, one for each."""
+    noted = trajectory.meta.get('noted', ())
+    return self._ending(self.blocks(trajectory), noted)
 
-    An answer in the turn after one stands in a reflection, and ends nothing.
+  def _ending(self, blocks: Sequence[Block], noted) -> list[Block]:
+    """The first answer of each turn that has one, but for `noted` turns.
+
+    An answer in what the policy was asked for, a reflection or a summary, ends
+    nothing.
     """
     found: list[Block] = []
     for b in blocks:
       kind = self.template.kinds.get(b.kind)
       ends = b.author == 'policy' and b.complete and kind and kind.ends
-      if ends and not (found and b.turn <= found[-1].turn + 1):
+      if ends and b.turn not in (*noted, *(f.turn for f in found)):
         found.append(b)
     return found
 
@@ -280,7 +288,9 @@ class SearchEnv:
 
   def answer(self, trajectory: types.Trajectory) -> str | None:
     """The policy's last complete answer, or None. Rewards use only this."""
-    return parsing.answer(self.blocks(trajectory), self.config.answer)
+    noted = trajectory.meta.get('noted', ())
+    blocks = [b for b in self.blocks(trajectory) if b.turn not in noted]
+    return parsing.answer(blocks, self.config.answer)
 
   def retrieved(self, trajectory: types.Trajectory) -> list[str]:
     """The texts of observations that show what a search found."""
@@ -408,7 +418,8 @@ class SearchEnv:
     good = [call for call in calls if call.status == 'ok']
     wrong = state.invalid_actions + len(calls) - len(good)
     state = dataclasses.replace(state, calls=calls, invalid_actions=wrong)
-    if self._room(state) < self._observe.least:
+    begun = self._drop(state) if action or good else state
+    if self._room(begun) < self._observe.least:
       return self._full(state)
     if action:
       tool = self.template.kinds[action.kind].tool
@@ -464,7 +475,8 @@ class SearchEnv:
 
   def _without_action(self, state: State, stop: str):
     if self.config.answer == 'boxed' and stop != 'length':
-      if parsing.answer(state.blocks, 'boxed') is not None:
+      own = [b for b in state.blocks if b.turn == state.turn]
+      if parsing.answer(own, 'boxed') is not None:
         return self._answered(state)
     full = state.length >= self._limit(state)
     state = dataclasses.replace(
@@ -485,9 +497,11 @@ class SearchEnv:
     # If a source answers, information written by the policy is trained on, like
     # its other text.
     information = self._searching or bool(self.config.train_information)
-    for kind, run in itertools.groupby(kinds):
+    trained = [information or kind != 'information' for kind in kinds]
+    if completion.stop == 'eos':  # it ends the turn, whatever it stands in
+      trained[-1:] = [True]
+    for (kind, train), run in itertools.groupby(zip(kinds, trained)):
       part = slice(start, start := start + len([*run]))
-      train = information or kind != 'information'
       ids = np.asarray(completion.ids[part], np.int32)
       logps = np.asarray(completion.logps[part], np.float32)
       versions = np.asarray(completion.versions[part], np.int32)
@@ -569,8 +583,12 @@ class SearchEnv:
     ids = [i for s in new if s.kind == asked for i in s.ids.tolist()]
     ids = [i for i in ids if i not in self.tokenizer.control]
     closed = bool(found) and found[-1].complete
+    opening, closing = self.template.kinds[asked].tags
+    # The tag may begin within a token that is of what stands before it.
+    text, places = self.tokenizer.decode(ids), range(len(opening))
+    lost = next((n for n in places if text.startswith(opening[n:])), 0)
+    ids = self.tokenizer.encode_template(opening[:lost]) + ids
     if ids and not closed:
-      closing = self.template.kinds[asked].tags[1]
       ids += self.tokenizer.encode_template(closing)
     state = dataclasses.replace(
       add(state, new),
@@ -586,6 +604,7 @@ class SearchEnv:
       notes=(*earlier, (asked, np.asarray(ids, np.int32))),
       attempt=state.attempt + again,
       asked='',
+      noted=(*state.noted, state.turn),
       used=0 if again else state.used,
     )
     begun, then = state, self._notes[asked][1]

@@ -143,6 +143,7 @@ class State(Record):
   attempt: int = 0
   asked: str = ''  # the block that the policy was asked for
   notes: tuple[tuple[str, np.ndarray], ...] = ()
+  noted: tuple[int, ...] = ()  # turns in which it was asked for one
   turn_tokens: int = 0
   generations: int = 0
   blocks: tuple[Block, ...] = ()

@@ -12,6 +12,7 @@ import pytest
 from searchrl_jax import schema
 from searchrl_jax.data import checks, core
 from searchrl_jax.types import Passage, Question
+from searchrl_jax.worlds import microworld
 
 pytestmark = pytest.mark.slow
 
@@ -51,6 +52,19 @@ def test_sets_load_by_module_and_field(tmp_path):
   found = core.load_sets(data.train, data)
   assert ids(found['a']) == ['2']
   assert found['a'][0].source == 'a'  # the file names none
+
+
+def test_a_set_of_the_world_that_is_served_has_its_size():
+  data = data_config(world_module='searchrl_jax.worlds.microworld')
+  data.world = ConfigDict({'train': 40, 'heldout': 40})
+  module = data.world_module
+  sets = {name: {'module': module, 'split': name} for name in data.world}
+  found = core.load_sets(sets, data)
+  world = microworld.generate(data.world_seed, **data.world)
+  for name, questions in found.items():
+    assert {q.id for q in questions} <= {q.id for q in world.questions[name]}
+  sets['train']['train'] = 60  # its own field takes precedence
+  assert len(core.load_sets(sets, data)['train']) > len(found['train'])
 
 
 def test_an_id_of_two_sets_gets_the_sets_name(tmp_path):

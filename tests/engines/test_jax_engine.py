@@ -1030,6 +1030,16 @@ def test_a_run_that_ends_in_the_middle_harms_no_later_one(monkeypatch):
   assert again.ids.tolist() == fresh.ids.tolist()
 
 
+def test_a_fork_after_new_weights_has_the_room_of_its_parent():
+  """A tree holds all its handles: one that waits for room waits for ever."""
+  engine = make_engine()
+  handle = engine.open(prompt(engine))
+  asyncio.run(engine.generate(handle, Sampling(max_tokens=3, seed=1)))
+  asyncio.run(load(engine, make_params(1), 1))
+  sizes, child = engine._table._sizes, engine.fork(handle)
+  assert sizes[child] == sizes[handle] > 0
+
+
 def test_a_chunk_begins_when_those_who_come_back_at_once_are_back(monkeypatch):
   """Two callers of 4 turns, of a chunk each, that pause in between.
 

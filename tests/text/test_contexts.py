@@ -9,6 +9,7 @@ import pytest
 
 from searchrl_jax import types
 from searchrl_jax.learn import batching
+from searchrl_jax.rewards.answer import valid_format
 from searchrl_jax.text import parser, prompts
 from searchrl_jax.text.states import Done, Generate
 from searchrl_jax.types import SearchResult
@@ -191,6 +192,63 @@ def test_attempts_may_share_a_context():
     f'<answer>Bob</answer>\nWhat went wrong?\n{note}\nAgain.\n'
   )
   assert (t.contexts, env.answer(t)) == ((), 'Ann')
+
+
+def test_a_note_keeps_a_tag_that_begins_in_the_token_before():
+  tok = scripted.tokenizer('bpe')
+  first = tok.encode(' <reflection>')[0]
+  assert tok.token_bytes(first) == b' <'  # is of what stands before the block
+  fields = dict(max_contexts=2, attempts=2, on_answer='reflection')
+  env = make(tok, template(), max_note_tokens=60, **fields)
+  note = '<reflection>no</reflection>'
+  t, seen = play(env, ['<answer>Bob</answer>', f'Hm, {note}', ANSWER])
+  assert text(env, seen[2]) == f'{text(env, seen[0])}{note}\nAgain.\n'
+
+
+def test_an_answer_in_a_note_ends_no_attempt():
+  """Neither in a summary nor in a reflection."""
+  tok = scripted.tokenizer('bpe')
+  fields = dict(max_contexts=4, attempts=2, on_answer='reflection')
+  fields |= dict(on_full='summary', max_note_tokens=60, max_turn_tokens=60)
+  prompt = len(make(tok, template()).reset(QUESTION)[0].segments[0].ids)
+  env = make(tok, template(), max_tokens=prompt + 210, **fields)
+  note = '<answer>Bob</answer><{0}>x</{0}>'
+  scripts = [SEARCH.format(0), note.format('summary'), ANSWER]
+  scripts += [note.format('reflection'), '<answer>Zed</answer>']
+  t, _ = play(env, scripts, [passage('by Ann ' * 6)])
+  assert [c.reason for c in t.contexts] == ['summary', 'reflection']
+  assert [b.text for b in env.answers(t)] == ['Ann', 'Zed']
+  assert t.meta['attempt'] == [0, 0, 0, 1, 1]
+  # The last context is full before there is an answer: a note's is none.
+  scripts = [SEARCH.format(0), note.format('summary'), 'the cat ' * 99]
+  fields |= dict(max_contexts=2, attempts=1, on_answer='')
+  env = make(tok, template(), max_tokens=prompt + 210, max_turns=0, **fields)
+  t, _ = play(env, ['the cat sat ' * 30, *scripts[1:]])
+  assert env.answer(t) is None
+
+
+@pytest.mark.parametrize('last, valid', [(ANSWER, True), ('Ann', False)])
+def test_each_attempt_has_the_form_of_one(last, valid):
+  fields = dict(attempts=2, on_answer='reflection', max_note_tokens=60)
+  env = make(scripted.tokenizer('bpe'), template(), max_turns=1, **fields)
+  note = '<think>hm</think><reflection>no</reflection>'
+  scripts = [SEARCH.format(0), '<think>a</think><answer>Bob</answer>', note]
+  scripts += [SEARCH.format(1), f'<think>b</think>{last}']
+  t, _ = play(env, scripts, [passage('by Ann')])
+  assert valid_format(t, env, require_think=True) == valid
+
+
+def test_what_is_left_out_makes_room_for_what_is_found():
+  tok = scripted.tokenizer('bpe')
+  fields = dict(max_contexts=3, keep_observations=1, dropped='gone')
+  wanted = make(tok, **fields)
+  t, seen = play(wanted, [SEARCH.format(0), ANSWER], [passage('by Ann ' * 20)])
+  # The first observation fills the sequence; without it there is room again.
+  full = len(seen[1]) + len(tok.encode(SEARCH.format(1))) + 4
+  env = make(tok, max_tokens=full, **fields)
+  scripts = [SEARCH.format(0), SEARCH.format(1), ANSWER]
+  t, seen = play(env, scripts, [passage('by Ann ' * 20)])
+  assert (len(t.searches), len(t.contexts)) == (2, 1)
 
 
 @given(

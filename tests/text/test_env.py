@@ -641,6 +641,13 @@ def test_boxes_of_others_are_no_answer(tok):
   assert env.answer(t) is None and t.end != 'answer'
 
 
+def test_a_box_of_an_earlier_turn_ends_no_later_one(tok):
+  env = make(tok, answer='boxed', max_turns=3)
+  scripts = [r'Maybe \boxed{9} ' + SEARCH, 'no idea', BOXED]
+  t = env.trajectory(play(env, scripts, [passage('by Ann')])[0])
+  assert (t.end, env.answer(t), t.invalid_actions) == ('answer', '5', 1)
+
+
 def test_a_cut_turn_with_a_box_has_an_answer_and_did_not_end_by_it(tok):
   env = make(tok, answer='boxed', max_turns=0, max_turn_tokens=40)
   t = env.trajectory(play(env, [BOXED + ' And so on' * 40])[0])

@@ -76,6 +76,18 @@ def test_without_real_searches_nothing_changes():
   assert actions[0].stops == ('</search>', '</answer>')
 
 
+def test_the_end_of_a_turn_is_trained_on_within_ones_own_information():
+  t, _ = searched(selfsearch(), [own(1).partition('told')[0] + 'Ann wrote'])
+  *_, before, last = t.segments
+  assert (before.kind, before.train) == ('information', False)
+  assert last.ids.tolist() == [TOK.eos_ids[0]] and last.train
+
+
+def test_a_search_that_is_not_sent_begins_no_turn():
+  t, _ = searched(selfsearch(real_searches=-1), ['a </search>', ' b' + END])
+  assert t.turns == 1
+
+
 @pytest.mark.parametrize(
   'quoted',
   [

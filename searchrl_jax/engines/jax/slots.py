@@ -201,6 +201,8 @@ class SlotTable:
       self._share(child, handle.rows, handle.cached)
       child.pieces, child.since = handle.pieces, handle.since
       self._sizes[child] = self._sizes.get(handle, 0)  # of the shared rows
+    elif handle in self._sizes:  # new weights came: what has begun goes on
+      self._sizes[child] = self._sizes[handle]
     self.add(child)
     return child
 
