@@ -256,11 +256,11 @@ def _given(coordinator: str, processes: int, process_id: int) -> dict | None:
     # JAX gives each task one GPU; the only task of a node takes all, or those
     # that the variable of JAX names, which `initialize` would not read.
     gpus = env.get('CUDA_VISIBLE_DEVICES', '').split(',')
-    named = env.get('JAX_CUDA_VISIBLE_DEVICES', 'all')
+    visible = env.get('JAX_CUDA_VISIBLE_DEVICES', 'all')
     alone = env.get('SLURM_STEP_TASKS_PER_NODE', '').partition('(')[0] == '1'
     ids = [*range(len(gpus))] if alone and gpus[0] else None
-    if ids and named != 'all':
-      ids = [int(n) for n in named.split(',')]
+    if ids and visible != 'all':
+      ids = [int(n) for n in visible.split(',')]
     return {'cluster_detection_method': 'slurm', 'local_device_ids': ids}
   elif ',' in env.get('TPU_WORKER_HOSTNAMES', ''):
     return {}
