@@ -325,7 +325,8 @@ class Run:
     found = parser.blocks(
       trajectory.segments, template, self.tokenizer, begun=begun
     )
-    return parser.answer(found, self.config.env.answer)
+    noted = trajectory.meta.get('noted', ())
+    return parser.answer(found, self.config.env.answer, noted)
 
   def em(self, trajectory: Trajectory, answer: str | None) -> float:
     """1.0 if the answer is right, by config.eval.match; NaN if unknown."""

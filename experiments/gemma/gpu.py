@@ -81,8 +81,11 @@ def main():
     '--config.log.tensorboard=False',
     f'--config.seed={_SEED.value}',
   ]
-  # Refuses the folder of another config, and does nothing where it has ended.
-  run('warm start', 'searchrl_jax.sft', f'--workdir={warm}', *shared)
+  # It refuses the folder of another config.
+  done = out / f'{start}.done'
+  if not done.exists() or done.read_text() != ' '.join(shared):
+    run('warm start', 'searchrl_jax.sft', f'--workdir={warm}', *shared)
+    done.write_text(' '.join(shared))
   run(
     'grpo',
     'searchrl_jax.train',

@@ -15,7 +15,8 @@ goes on where it stopped. In --workdir are
   made           prompts with examples, and the model's answers from memory
   warm, arms     the stages (searchrl_jax.sweep)
 
-All that is done so far is in results.json (`results`) of --out; report.html
+All that is done so far is in results.json (`results`) of --out, by default
+--workdir; report.html
 beside each trained run shows its trajectories.
 """
 
@@ -92,7 +93,7 @@ def prepare(made: pathlib.Path, folder: pathlib.Path, model: str) -> None:
     records.write_json(about, of | {'short_dev': sorted(results.short_dev())})
   known = json.loads(about.read_text())
   lookup.require(
-    {key: known.get(key) for key in of} == of,
+    {key: known.get(key, value) for key, value in of.items()} == of,
     f'{made} was made with another model than {model}, other data than in '
     f'{folder}, or another number of questions from memory than {MEMORY}: '
     'choose another --workdir, or remove that folder',
@@ -123,7 +124,7 @@ def prepare(made: pathlib.Path, folder: pathlib.Path, model: str) -> None:
 def main():
   workdir = pathlib.Path(flags.FLAGS.workdir).resolve()
   model = pathlib.Path(_MODEL.value or workdir / 'small').resolve()
-  made, out = workdir / 'made', pathlib.Path(_OUT.value)
+  made, out = workdir / 'made', pathlib.Path(_OUT.value or workdir)
   # This process computes little on a GPU, and its stages need the memory.
   os.environ.setdefault('XLA_PYTHON_CLIENT_PREALLOCATE', 'false')
   environment = common.environment()
@@ -167,7 +168,7 @@ if __name__ == '__main__':
   _MODEL = flags.DEFINE_string('model', '', 'A small model that is there.')
   _REPORT = flags.DEFINE_bool('report', False, 'Only write the table.')
   _METHOD = flags.DEFINE_string('method', '', 'Of configs/methods, as an arm.')
-  _OUT = command.define_out('experiments/gemma', 'Folder of results.json.')
+  _OUT = command.define_out('', 'Folder of results.json.')
   _KEEP = flags.DEFINE_bool(
     'keep', False, 'Keep the other runs that --out has.'
   )

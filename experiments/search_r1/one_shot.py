@@ -25,7 +25,14 @@ AT_ONCE = 512  # queries in flight
 
 
 def load(
-  of: Mapping, url: str, k: int, world_seed: int, prompt: str, folder: str
+  of: Mapping,
+  url: str,
+  k: int,
+  world_seed: int,
+  prompt: str,
+  folder: str,
+  world_module: str = '',
+  world: Mapping | None = None,
 ) -> list[Question]:
   """The questions of another set, each behind its passages.
 
@@ -33,9 +40,9 @@ def load(
     of: that set, {module, ...its fields}.
     url: of the retrieval server, config.source.url.
     k: passages for a question.
-    world_seed: config.data's, for `of`; so are prompt and folder.
+    world_seed: config.data's, for `of`; so are those below.
     prompt: see above; 'template', since a prompt as it is has no place.
-    folder: see above.
+    folder, world_module, world: see `data.core`.
 
   Raises:
     DataError: no url; prompt='as_is'; or what `of` raises.
@@ -52,6 +59,7 @@ def load(
       "the question, so it needs 'template'"
     )
   where = ConfigDict(dict(world_seed=world_seed, prompt=prompt, dir=folder))
+  where.update(world_module=world_module, world=world or {})
   (questions,) = data.load_sets({'': of}, where).values()
   fields = schema.base().source
   fields.url, fields.k = url, k

@@ -37,19 +37,27 @@ FOLDER = 'votes'  # below the run of a start
 
 
 def load(
-  *, of: Mapping, votes: str, world_seed=0, prompt='template', folder=''
+  *,
+  of: Mapping,
+  votes: str,
+  world_seed=0,
+  prompt='template',
+  folder='',
+  world_module='',
+  world=None,
 ) -> list[Question]:
   """Returns the questions of another set, with the votes of a start.
 
   Args:
     of: the set, {module, ...fields}.
     votes: the folder of an evaluation with several samples of each question.
-    world_seed, prompt, folder: see `data.core`.
+    world_seed, prompt, folder, world_module, world: see `data.core`.
 
   Raises:
     DataError: a question has no votes.
   """
   data = ConfigDict(dict(world_seed=world_seed, prompt=prompt, dir=folder))
+  data.update(world_module=world_module, world=world or {})
   (questions,) = core.load_sets({'': of}, data).values()
   known = read_votes(str(votes))
   for q in questions:

@@ -11,8 +11,9 @@ and, if it can script a warm start,
 A set is a config `{module, ...fields}`. Its fields are the keyword arguments of
 `load` (of `traces` for `config.sft.data`). If the set omits `world_seed`,
 `prompt` or `folder` (the data folder, '' = none), they are taken from
-`config.data`. `path` is resolved against the data folder; `search` is passed to
-`traces`.
+`config.data`, as are `world_module` and `world`; a set of the module
+`config.data.world_module` has the settings of `config.data.world` too. `path`
+is resolved against the data folder; `search` is passed to `traces`.
 """
 
 import collections
@@ -157,8 +158,10 @@ def _call(name, fields, data, function: str, search: Search | None = None):
   # The set takes precedence over config.data, and that over the defaults. One
   # of the world that is served has its size.
   given = {'world_seed': data.world_seed, 'prompt': data.prompt}
-  if fields['module'] == data.get('world_module'):
-    given |= dict(data.world)
+  served = {name: data.get(name) for name in ('world_module', 'world')}
+  given |= served
+  if fields['module'] == served['world_module']:
+    given |= dict(served['world'])
   given |= {'folder': data_dir(data), **fields}
   given = {key: given[key] for key in known if key in given}
   for key, parameter in known.items():

@@ -259,7 +259,7 @@ def _given(coordinator: str, processes: int, process_id: int) -> dict | None:
     visible = env.get('JAX_CUDA_VISIBLE_DEVICES', 'all')
     alone = env.get('SLURM_STEP_TASKS_PER_NODE', '').partition('(')[0] == '1'
     ids = [*range(len(gpus))] if alone and gpus[0] else None
-    if ids and visible != 'all':
+    if alone and visible != 'all':
       ids = [int(n) for n in visible.split(',')]
     return {'cluster_detection_method': 'slurm', 'local_device_ids': ids}
   elif ',' in env.get('TPU_WORKER_HOSTNAMES', ''):

@@ -24,7 +24,7 @@ from searchrl_jax.rewards import scores as metrics
 from searchrl_jax.run import build, command, services
 from searchrl_jax.sources.none import NoSource
 from searchrl_jax.store import checkpoint, folders, progress, records, remote
-from searchrl_jax.store.writer import Writer, environment, shared
+from searchrl_jax.store.writer import Writer, environment
 from searchrl_jax.types import Question
 
 # What is defined here is the calling command's: `--help` shows it.
@@ -341,6 +341,8 @@ def define_config_and_workdir():
 
 def default_out(config, workdir: str, what: Asked) -> str:
   """Returns a folder for this config, checkpoint and what is asked."""
-  digest = folders.digest([shared(config), what.about])[:8]
+  content = [records.plain(config), what.about]
+  # Of process 0, where URLs and folders of the others differ.
+  digest = cluster.first('folder', lambda: folders.digest(content)[:8])
   step = what.about['--checkpoint']
   return str(pathlib.Path(workdir) / f'evaluate_{step}_{digest}')

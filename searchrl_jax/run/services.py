@@ -304,7 +304,8 @@ def _simulator(config, policy, tok, mesh, workdir: str):
   async def start():
     canary = tok.encode(fields.useful)[:64]
     if weights:  # from here on the engine has its own
-      await _first_weights(theirs, made, cfg, weights.pop(), mesh, canary)
+      await _first_weights(theirs, made, cfg, weights[0], mesh, canary)
+      weights.clear()
     made.warmup()
 
   return simulated.DocumentWriter(lambda: made, tok, start)

@@ -289,8 +289,7 @@ class SearchEnv:
   def answer(self, trajectory: types.Trajectory) -> str | None:
     """The policy's last complete answer, or None. Rewards use only this."""
     noted = trajectory.meta.get('noted', ())
-    blocks = [b for b in self.blocks(trajectory) if b.turn not in noted]
-    return parsing.answer(blocks, self.config.answer)
+    return parsing.answer(self.blocks(trajectory), self.config.answer, noted)
 
   def retrieved(self, trajectory: types.Trajectory) -> list[str]:
     """The texts of observations that show what a search found."""

@@ -19,7 +19,7 @@ its position. The kind of a token outside blocks is not certain while its first
 byte may be the start of a tag.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 import dataclasses
 import functools
 import itertools
@@ -243,14 +243,17 @@ def _bytes(ids: Iterable[int], tokenizer) -> bytes:
   return b''.join(map(tokenizer.token_bytes, ids))
 
 
-def answer(found: Sequence[Block], form: str) -> str | None:
+def answer(
+  found: Sequence[Block], form: str, noted: Collection[int] = ()
+) -> str | None:
   """Returns the policy's last complete answer in `found`, or None.
 
   form: config.env.answer. 'tags': the text of an answer block. 'boxed': the
-  content of \\boxed{...}, in an answer block or outside blocks.
+  content of \\boxed{...}, in an answer block or outside blocks. noted: turns in
+  which it was asked for something else.
   """
   for block in reversed(found):
-    if block.author != 'policy':
+    if block.author != 'policy' or block.turn in noted:
       continue
     if form == 'tags' and block.kind == 'answer' and block.complete:
       return block.text

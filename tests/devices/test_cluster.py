@@ -95,6 +95,8 @@ def test_slurm_gives_the_only_task_of_a_node_all_gpus(environ):
   }
   environ(JAX_CUDA_VISIBLE_DEVICES='0,2')  # others are of servers
   assert given()['local_device_ids'] == [0, 2]
+  environ(CUDA_VISIBLE_DEVICES='')
+  assert given()['local_device_ids'] == [0, 2]
 
 
 def test_hosts_of_a_tpu_slice_are_found_by_jax(environ):
