@@ -75,6 +75,14 @@ def alone(tmp_path_factory, url):
   return folder
 
 
+@pytest.fixture(scope='module')
+def two(tmp_path_factory, url):
+  folder = tmp_path_factory.mktemp('two')
+  with launch.train(2, folder, url, steps=STEPS) as processes:
+    end(processes)
+  return folder
+
+
 def same_step(folder, alone) -> None:
   """The first step is that of one process."""
   ours, theirs = trajectories(folder), trajectories(alone)

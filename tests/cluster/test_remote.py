@@ -16,7 +16,7 @@ from tests.cluster import test_processes as local
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900), gcs.needed]
 
 WORKDIR = f'gs://{gcs.BUCKET}/runs/tiny'
-STEPS = local.STEPS
+STEPS = 3
 # Metrics of what one start measured.
 MEASURED = 'time/', 'rollout/', 'sync/', 'second', 'mfu', 'memory'
 
@@ -42,8 +42,11 @@ def computed(workdir) -> list[dict]:
 
 
 def test_a_killed_run_goes_on_from_empty_disks(
-  bucket, two, tmp_path, url, monkeypatch
+  bucket, tmp_path, url, monkeypatch
 ):
+  with launch.train(2, tmp_path / 'whole', url, steps=STEPS) as processes:
+    local.end(processes)
+
   start = lambda: launch.train(
     2, tmp_path, url, f'--workdir={WORKDIR}', steps=STEPS, own=caches(tmp_path)
   )
@@ -66,8 +69,8 @@ def test_a_killed_run_goes_on_from_empty_disks(
 
   monkeypatch.setenv(remote.CACHE, str(tmp_path / 'reader'))
   run = remote.open_run(WORKDIR, steps=True)
-  assert computed(run) == computed(two / 'run')
-  want = local.params(two / 'run')
+  assert computed(run) == computed(tmp_path / 'whole' / 'run')
+  want = local.params(tmp_path / 'whole' / 'run')
   for name, value in local.params(run).items():
     assert value.tobytes() == want[name].tobytes(), name
   names = sorted(p.name for p in (pathlib.Path(run) / 'trajectories').iterdir())
