@@ -16,8 +16,7 @@ goes on where it stopped. In --workdir are
   warm, arms     the stages (searchrl_jax.sweep)
 
 All that is done so far is in results.json (`results`) of --out, by default
---workdir; report.html
-beside each trained run shows its trajectories.
+--workdir; report.html beside each trained run shows its trajectories.
 """
 
 import json

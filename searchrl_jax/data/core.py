@@ -157,11 +157,10 @@ def _call(name, fields, data, function: str, search: Search | None = None):
     require(key in names, f'{where} has no field {key!r}; {hint}')
   # The set takes precedence over config.data, and that over the defaults. One
   # of the world that is served has its size.
-  given = {'world_seed': data.world_seed, 'prompt': data.prompt}
-  served = {name: data.get(name) for name in ('world_module', 'world')}
-  given |= served
-  if fields['module'] == served['world_module']:
-    given |= dict(served['world'])
+  shared = 'world_seed', 'prompt', 'world_module', 'world'
+  given = {name: data[name] for name in shared if name in data}
+  if fields['module'] == data.get('world_module'):
+    given |= dict(data.world)
   given |= {'folder': data_dir(data), **fields}
   given = {key: given[key] for key in known if key in given}
   for key, parameter in known.items():

@@ -430,6 +430,7 @@ def test_twenty_random_steps_compile_nothing(tree):
     events.clear()
     for seed in range(20):
       batches = microbatches(c, seed=seed, questions=1 + seed % 4)
+      assert all((b.tree is not None) == bool(tree) for b in batches)
       old = [u.output(state.params, b) for b in batches]
       state, m = u.step(state, batches, old)
       assert m['finite'] == 1

@@ -1,13 +1,15 @@
 """Contexts that change: what the engine holds, and what is trained."""
 
 import dataclasses
+from types import SimpleNamespace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ml_collections import ConfigDict
 import numpy as np
 import pytest
 
-from searchrl_jax import types
+from searchrl_jax import read, types
 from searchrl_jax.learn import batching
 from searchrl_jax.rewards.answer import valid_format
 from searchrl_jax.text import parser, prompts
@@ -225,6 +227,11 @@ def test_an_answer_in_a_note_ends_no_attempt():
   env = make(tok, template(), max_tokens=prompt + 210, max_turns=0, **fields)
   t, _ = play(env, ['the cat sat ' * 30, *scripts[1:]])
   assert env.answer(t) is None
+  of = dict(env=dict(answer='tags'), data=dict(prompt='template'))
+  run = SimpleNamespace(
+    _template=env.template, tokenizer=tok, config=ConfigDict(of)
+  )
+  assert read.Run.answer(run, t) is None
 
 
 @pytest.mark.parametrize('last, valid', [(ANSWER, True), ('Ann', False)])
