@@ -31,9 +31,9 @@ class Acts(SearchEnv):
 
 
 class Corrects(Acts):
-  def _attempts(self, blocks, turns):
+  def _attempts(self, blocks, state):
     """A search and what stands for an answer; then the second attempt."""
-    return [int(n > 1) for n in range(turns)]
+    return [int(turn > 1) for turn in range(state.turn + 1)]
 
 
 def config(url, kind):
