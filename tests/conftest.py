@@ -120,6 +120,10 @@ def pytest_collection_finish():
 def pytest_collection_modifyitems(items):
   """Slow files come first: what is left for the end is short."""
   items.sort(key=lambda item: item.get_closest_marker('slow') is None)
+  for item in items:
+    if item.get_closest_marker('sidecar'):
+      # Beside other processes, vLLM takes minutes to start.
+      item.add_marker(pytest.mark.timeout(900))
 
 
 def pytest_runtest_setup(item):

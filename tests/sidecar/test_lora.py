@@ -106,7 +106,6 @@ def test_an_adapter_that_differs_stops_the_run(engine, monkeypatch):
   asyncio.run(verify(engine, 6, 'adapter'))
 
 
-@pytest.mark.timeout(600)
 def test_a_run_syncs_adapters_to_the_server_that_it_starts(tmp_path):
   config = tiny.config()
   config.source.corpus = 'world'
@@ -124,7 +123,6 @@ def test_a_run_syncs_adapters_to_the_server_that_it_starts(tmp_path):
   assert len(lines(tmp_path / 'metrics.jsonl')) == 3
 
 
-@pytest.mark.timeout(600)
 def test_a_server_that_dies_comes_back_with_base_and_adapter(engine):
   asyncio.run(verify(engine, 7, 'full'))
   asyncio.run(verify(engine, 8, 'adapter'))

@@ -15,7 +15,6 @@ class Killed(BaseException):
   """Stands for a kill: nothing in the loop catches it."""
 
 
-@pytest.mark.timeout(600)
 def test_a_run_is_killed_and_goes_on_with_the_checkpoints_version(
   tmp_path, monkeypatch
 ):
