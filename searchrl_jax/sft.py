@@ -121,7 +121,8 @@ def searcher(source, run: Callable):
 def examples(config, env, search) -> list[types.Trajectory]:
   """The rendered traces, without those that exceed the limits of config.env.
 
-  env: of config.env.template; a trace with another template gets another one.
+  env: of config.env; a trace with another template, or fewer attempts than
+    config.env.attempts, gets another one.
 
   Raises:
     ValueError: more than a tenth does not fit.
@@ -131,16 +132,21 @@ def examples(config, env, search) -> list[types.Trajectory]:
     traces = [t for t in traces if t.good]
   good = ' that is good (config.sft.good_only)' * config.sft.good_only
   lookup.require(traces, f'config.sft.data gives no trace{good}')
-  envs = {'': env}
-  for name in {t.template for t in traces} - {''}:
-    template = prompts.load(name)
-    envs[name] = type(env)(
-      env.tokenizer, template, env.config, env.prompt_mode, env.k
+  envs = {('', env.config.attempts): env}
+  for name, attempts in {(t.template, t.attempts) for t in traces} - {*envs}:
+    template = prompts.load(name) if name else env.template
+    fields = env.config.copy_and_resolve_references()
+    fields.attempts = attempts
+    if attempts == 1:
+      one_attempt(fields)
+    envs[name, attempts] = type(env)(
+      env.tokenizer, template, fields, env.prompt_mode, env.k, env.functions
     )
   rendered = []
   with files.progress(len(traces), 'traces', unit='trace') as bar:
     for i, trace in enumerate(traces):
-      rendered.append(render(trace, envs[trace.template], i))
+      own = envs[trace.template, trace.attempts]
+      rendered.append(render(trace, own, i))
       bar.update()
   fitting = [t for t in rendered if t is not None]
   lookup.require(
@@ -255,7 +261,6 @@ def _sft(config, workdir: str) -> dict[str, float]:
   taught = config.copy_and_resolve_references()
   taught.env.train_information = True
   taught.env.train_observations = False  # the policy is not to write them
-  one_attempt(taught.env)  # as a trace is
   env = build.environment(taught, tok)
   with contextlib.ExitStack() as stack:
     with progress.phase('retrieval server', config.log.progress):

@@ -19,6 +19,11 @@ Departs from both: an attempt that ends without an answer ends the trajectory
 limit (the release asks to try again, and the next attempt follows); one update
 a step (two). The release samples with top_p 0.95 and does not correct for it,
 which this system refuses. Its part for the whole trajectory is off there.
+
+In atlas the warm start, of a baseline too, has scripted attempts:
+
+  python -m searchrl_jax.sft --config=configs/methods/mr_search.py:base=atlas \\
+    --workdir=runs/attempts --config.train.init=runs/skills
 """
 
 from ml_collections import ConfigDict
@@ -46,6 +51,7 @@ def change(c, a):
   fields = dict(advantage=name, advantage_kw={}, aggregation='token')
   core.set_algorithm(c, algorithms.GRPO | fields)
   c.reward = ConfigDict(dict(em=dict(fn='answer.each_attempt', weight=1.0)))
+  core.script(c, attempts=a.attempts)
 
 
 def by_attempt(values, valid, group_ids, mask, structure):

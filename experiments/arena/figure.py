@@ -106,7 +106,7 @@ def _others(batch: plans.Batch, gains) -> list[tuple[str, str, dict]]:
   found = []
   for row in (x for x in batch.methods if x.aside):
     for metric in (batch.score, results.HARD):
-      if gain := gains.get((row.name, batch.baseline(row), metric)):
+      if gain := gains.get((row.name, batch.baseline(row).name, metric)):
         found.append((row.name, metric, gain))
         break
   return sorted(found, key=lambda x: (x[1] != batch.score, -x[2]['mean']))

@@ -217,11 +217,15 @@ class Batch:
     score = Claim(row.name, '', self.score, margin=self.margin)
     return (*row.claims, score)[0]
 
-  def baseline(self, row: Method) -> str:
+  def baseline(self, row: Method) -> Method:
     """The row without a method from the same warm start."""
     same = [x for x in self.methods if x.start == row.start]
     plain = [x for x in same if x.name != row.start]
-    return (plain if row.start else same)[0].name
+    return (plain if row.start else same)[0]
+
+  def as_many_tokens(self, row: Method) -> str:
+    """The arm of its baseline with as many tokens."""
+    return f'{self.baseline(row).name}-as-{row.name}'
 
   @property
   def mix(self) -> str:
@@ -349,16 +353,17 @@ class Batch:
         seeds = self.few if row.aside else seeds
         seeds = () if arm in named else seeds
         yield Plan(arm, row, self.tuned(row), fields, seeds=seeds)
-    grpo = self.methods[0]
     for row in self.rows if self.by_tokens else ():
-      arm, share = f'{grpo.name}-as-{row.name}', self.share(row)
+      base = self.baseline(row)
+      arm, share = self.as_many_tokens(row), self.share(row)
       unlike = row.claims and abs(share - 1) > ALIKE
       if arm in named or unlike:
         questions = round(recipe.get_config().rollout.questions * share)
         fields = {'rollout.questions': questions}
         seeds = () if arm in named else some
-        yield Plan(arm, grpo, self.tuned(grpo), fields, seeds=seeds)
+        yield Plan(arm, base, self.tuned(base), fields, seeds=seeds)
     if 'grpo-missing' in named:
+      grpo = self.methods[0]
       lacks = {'source.dials': {'missing': MISSING}}
       yield Plan('grpo-missing', grpo, self.tuned(grpo), lacks)
 
@@ -381,7 +386,7 @@ class Batch:
     own = [row for row in self.methods if row.start == row.name == name]
     if not own:
       return self.start(name, seed)
-    c = config(own[0], own[0].default, {}, '', seed)
+    c = config(own[0], own[0].default, {}, f'mix={self.mix}', seed)
     self.change(c, own[0])
     return c
 

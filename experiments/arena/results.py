@@ -286,11 +286,11 @@ def gains(batch: plans.Batch, report) -> Iterator[dict[str, Any]]:
   """
   pairs = []
   for row in batch.methods:
-    bases = (batch.baseline(row),) if row.start else BASES
+    bases = (batch.baseline(row).name,) if row.start else BASES
     claimed = (claim.metric for claim in row.claims)
     for metric in dict.fromkeys((batch.score, HARD, *ECONOMY, *claimed)):
       pairs += [(row.name, x, metric) for x in bases if x != row.name]
-    pairs.append((row.name, f'{batch.methods[0].name}-as-{row.name}', HARD))
+    pairs.append((row.name, batch.as_many_tokens(row), HARD))
     base = batch.goal(row).against if row.scale else row.name
     for metric in dict.fromkeys((batch.score, batch.goal(row).metric)):
       for control in row.controls:

@@ -115,19 +115,21 @@ METHODS = (
   _row('maxrl', claims=(_ahead('maxrl', 'dividing by the mean helps'),)),
   _row(
     'mr_search',
-    # Evaluated with three, too: 'once/...' is of one. No trace of the warm
-    # start has a reflection.
+    # Evaluated with three, too: 'once/...' is of one.
     claims=(
       Claim(
         'mr_search',
         'three attempts, in evaluation too, are better at equal tokens in '
         'training',
-        against='grpo-as-mr_search',
+        against='grpo-attempts-as-mr_search',
       ),
     ),
+    start='mr_search',
     evaluation=measure.attempted,
     guided=True,
   ),
+  # Behind traces of several attempts, which no other warm start has.
+  _aside('grpo-attempts', 'grpo', start='mr_search'),
   _aside('rlsd', 'sspo', f'arm=rlsd,{_COPIES}', controls=_OTHERS),
   _aside('opsd', controls=_OTHERS),
   _aside('opd', 'opsd', 'weights=frozen,outcome=1.0'),
@@ -146,6 +148,7 @@ METHODS = (
   _aside(
     'score',
     arg=f'first={STEPS // 2}',
+    start='mr_search',
     evaluation=measure.attempted,
     guided=True,
   ),

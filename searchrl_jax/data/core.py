@@ -52,7 +52,8 @@ class Trace:
   actions: (kind, payload) in order. The payload of 'information' is a tuple of
     Passage, or of one text that a tool answered, written by the environment, or
     by the policy if config.env.information says so. The other payloads are str
-    without tags, written by the policy.
+    without tags, written by the policy. Behind an answer that is not the last
+    stands the block that the policy is asked for (config.env.on_answer).
   good: it searches, reads and answers correctly. Controls (`sft_only`) train
     on these only; a warm start adds others, so that RL has choices.
   template: used instead of config.env.template, for another role.
@@ -75,6 +76,10 @@ class Trace:
       wanted = 'tuple' if kind == 'information' else 'str'
       given = type(payload).__name__
       require(given == wanted, f'Trace {kind!r} carries {given}, not {wanted}')
+
+  @property
+  def attempts(self) -> int:
+    return max(sum(kind == 'answer' for kind, _ in self.actions), 1)
 
 
 def data_dir(data) -> str:

@@ -53,9 +53,11 @@ def turns(trace: Trace, template, recall=None) -> Iterator[tuple]:
   """A trace as (parts that the policy writes, passages it then reads or None).
 
   A block is written `<tag> content </tag>`, blocks of a turn on lines of
-  their own. `recall`: passages -> their text, where the policy writes it.
+  their own. An answer ends a turn, and so does the block that is asked for
+  after it. `recall`: passages -> their text, where the policy writes it.
   """
   said: list[Part] = []
+  answered = False
   for kind, payload in trace.actions:
     if kind == 'information' and recall is None:
       yield said, payload
@@ -74,6 +76,10 @@ def turns(trace: Trace, template, recall=None) -> Iterator[tuple]:
         f'a trace writes the block {kind!r}, and the template {template.name!r}'
         f' has {", ".join(template.tags)}: use a template with this block'
       )
+    if kind == 'answer' or answered:
+      yield said, None
+      said = []
+    answered = kind == 'answer'
   if said:
     yield said, None
 

@@ -17,7 +17,10 @@ people of a comparison can be looked up in one search:
 
 Some methods ask for more: a first thought that plans the look-ups (`planned`),
 a judgement of what a search has found in place of notes (`judged`, for the
-template micro_judge), or questions in other words (`reworded`).
+template micro_judge), questions in other words (`reworded`), or several
+attempts (`attempts`, for the template micro_contexts), between which a trace
+says whether it has found the answer. If so, it repeats it; if not, it tries
+again.
 
 A mixture says how often a trace does something else instead (`Mix`); MIXES has
 them by name. All behave well in form, so that only what they earn tells the
@@ -46,6 +49,7 @@ THEN, BESIDE = '; ', ' & '
 # A search has found a supporting passage, or none.
 JUDGED = 'found', 'no'
 WRONG = 0.25  # of judgements, and of plans for several look-ups
+AGAIN = 0.5  # of traces that may attempt once more: those that do
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +71,7 @@ class Mix:
   planned: float = 0.0  # thinks of all look-ups first; a WRONG share lacks one
   judged: float = 0.0  # an observation is judged, a WRONG share falsely
   reworded: float = 0.0  # the question is asked in other words
+  attempts: int = 1  # at most
 
 
 # fmt: off
@@ -117,6 +122,7 @@ def traces(
   planned=0.0,
   judged=0.0,
   reworded=0.0,
+  attempts=1,
   refined=0.0,
 ) -> list[Trace]:
   """Returns traces on train questions of several worlds, and stated facts.
@@ -132,8 +138,8 @@ def traces(
     turns: searches of a trace, at most (config.env.max_turns).
     people: of the train split of each world; see `atlas.generate`.
     train, heldout, known: of the run's world; see `atlas.generate`.
-    planned, judged, reworded: see `Mix`. With `judged` there are no notes,
-      whose tags the judgements have.
+    planned, judged, reworded, attempts: see `Mix`. With `judged` there are no
+      notes, whose tags the judgements have.
     refined: fraction of the attempts on which there is a `verdict` instead.
 
   Raises:
@@ -143,7 +149,7 @@ def traces(
   require(turns >= 4, f'turns={turns} must be 4 or more, for four hops')
   told = int(n * stated) if known else 0
   more = dict(planned=planned, judged=judged, reworded=reworded)
-  more |= dict(note=0.0) if judged else {}
+  more |= dict(attempts=attempts) | (dict(note=0.0) if judged else {})
   behaviour = dataclasses.replace(MIXES[mix], **more)
   asked = (n - told) // len(atlas.KINDS) if known else 0
   rest, out = n - told - asked, []
@@ -271,6 +277,21 @@ class _Script(microtraces.Writer):
     return p > 0 and self.chance(p)
 
   def trace(self, question: Question) -> microtraces.Script:
+    made = yield from self.attempt(question)
+    for _ in range(1, self.mix.attempts):
+      if not self.chance(AGAIN):
+        break
+      *_, said, answered = self.actions
+      right = answered[1] in question.answers
+      self.say('refine', JUDGED[0 if right else 1])
+      if right:
+        self.actions += [said, answered]
+        made = dataclasses.replace(made, actions=tuple(self.actions))
+      else:
+        made = yield from self.attempt(question)
+    return made
+
+  def attempt(self, question: Question) -> microtraces.Script:
     mix, facts = self.mix, question.meta['facts']
     known, parallel = question.meta['known'], question.meta['parallel']
     self.supporting = question.supporting

@@ -145,7 +145,8 @@ def test_rows_that_sample_other_numbers_of_tokens_have_a_baseline(report):
     for arm in report.arms
     if '-as-' in arm.name
   }
-  assert questions == {'grpo-as-mr_search': 42, 'grpo-as-trace': 14}
+  assert questions == {'grpo-attempts-as-mr_search': 42, 'grpo-as-trace': 14}
+  assert report.arm('grpo-attempts-as-mr_search').warm == 'mr_search'
 
 
 def test_rows_are_compared_with_those_from_the_same_warm_start():
@@ -210,6 +211,7 @@ def test_a_digest_says_which_warm_start_an_arm_has(report, monkeypatch):
 def test_rows_with_a_warm_start_of_their_own_have_its_traces(report):
   own = report.start('reseek').config(0)
   assert own.sft.data.judged == 1 and 'hinted' not in own.sft.data
+  assert own.sft.data.mix == second.MIX
   arm = report.arm('reseek').config(0)
   assert 'hinted' not in arm.sft.data and arm.sft.data.judged == 1
   positions = lambda c: c.model.arch.max_position_embeddings

@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from configs import atlas as recipe
-from configs.methods import contexts, reseek
+from configs.methods import contexts, mr_search, reseek
 from searchrl_jax import checks, sft
 from searchrl_jax.data.checks import DataError
 from searchrl_jax.data.core import load_sets
@@ -336,6 +336,35 @@ def test_traces_plan_their_look_ups():
     several += len(relations) > 1
     cut += said != whole
   assert cut / several == pytest.approx(atlas_traces.WRONG, abs=0.1)
+
+
+def test_traces_try_again_until_they_have_found_it(tmp_path):
+  found = behaving(attempts=3)
+  assert {t.attempts for t in found} == {1, 2, 3}
+  several = sum(t.attempts > 1 for t in found)
+  assert several / len(found) == pytest.approx(0.5, abs=0.1)
+  for trace in found:
+    acts, golds = trace.actions, trace.question.answers
+    ends = [n for n, (kind, _) in enumerate(acts) if kind == 'answer']
+    for end, last in zip(ends, ends[1:]):
+      right = acts[end][1] in golds
+      assert acts[end + 1] == ('refine', 'found' if right else 'no')
+      repeats = acts[end + 2 : last + 1] == acts[end - 1 : end + 1]
+      assert repeats or not right
+  # The environment asks, and a trace of one attempt ends with its answer.
+  c = mr_search.get_config('base=atlas')
+  assert c.sft.data.attempts == 3
+  c.sft.data.update(n=300, worlds=1, people=60, known=0)
+  env = build.environment(c, load_tokenizer(atlas.tokenizer(tmp_path)))
+  played = sft.examples(c, env, None)
+  tried = [len(env.answers(t)) for t in played]
+  assert len(played) > 290 and {*tried} == {1, 2, 3}
+  for t, n in zip(played, tried):
+    assert len(t.meta.get('noted', ())) == n - 1
+    asked = [s for s in t.segments if s.author == 'environment']
+    texts = [env.tokenizer.decode(s.ids) for s in asked]
+    assert sum('What is found' in text for text in texts) == n - 1
+    assert all(s.train for s in t.segments if s.author == 'policy')
 
 
 def test_traces_ask_in_other_words(env):
