@@ -121,8 +121,8 @@ def searcher(source, run: Callable):
 def examples(config, env, search) -> list[types.Trajectory]:
   """The rendered traces, without those that exceed the limits of config.env.
 
-  env: of config.env; a trace with another template, or fewer attempts than
-    config.env.attempts, gets another one.
+  env: of config.env; a trace with another template, or another number of
+    attempts, gets another one.
 
   Raises:
     ValueError: more than a tenth does not fit.
