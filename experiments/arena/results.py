@@ -66,13 +66,18 @@ def choose(
       tried[best.name][str(seed)]['values'].get(SAMPLED, math.nan)
       for seed in plans.TUNING
     )
-  base = sampled.get(batch.methods[0].name, math.nan)
+  base = {
+    row.name: sampled.get(batch.baseline(row).name, math.nan)
+    for row in batch.rows
+  }
   content = {
     'environment': environment,
     'seeds': {'tune': plans.TUNING, 'confirm': plans.CONFIRMING},
     'settings': settings,
     'share': {
-      name: x / base for name, x in sampled.items() if math.isfinite(x / base)
+      name: x / base[name]
+      for name, x in sampled.items()
+      if math.isfinite(x / base[name])
     },
     'best': bests,
     'confirmed': confirmed,

@@ -129,7 +129,7 @@ METHODS = (
     guided=True,
   ),
   # Behind traces of several attempts, which no other warm start has.
-  _aside('grpo-attempts', 'grpo', start='mr_search'),
+  _row('grpo-attempts', file='grpo', start='mr_search'),
   _aside('rlsd', 'sspo', f'arm=rlsd,{_COPIES}', controls=_OTHERS),
   _aside('opsd', controls=_OTHERS),
   _aside('opd', 'opsd', 'weights=frozen,outcome=1.0'),

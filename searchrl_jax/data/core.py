@@ -79,7 +79,9 @@ class Trace:
 
   @property
   def attempts(self) -> int:
-    return max(sum(kind == 'answer' for kind, _ in self.actions), 1)
+    """The number of answers; 1 for plain text."""
+    answers = sum(kind == 'answer' for kind, _ in self.actions)
+    return max(answers, 1) if self.question else 1
 
 
 def data_dir(data) -> str:

@@ -76,7 +76,7 @@ def turns(trace: Trace, template, recall=None) -> Iterator[tuple]:
         f'a trace writes the block {kind!r}, and the template {template.name!r}'
         f' has {", ".join(template.tags)}: use a template with this block'
       )
-    if kind == 'answer' or answered:
+    if trace.question and (kind == 'answer' or answered):
       yield said, None
       said = []
     answered = kind == 'answer'

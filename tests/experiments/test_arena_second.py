@@ -149,6 +149,33 @@ def test_rows_that_sample_other_numbers_of_tokens_have_a_baseline(report):
   assert report.arm('grpo-attempts-as-mr_search').warm == 'mr_search'
 
 
+def test_tokens_are_compared_with_those_from_the_same_warm_start(tmp_path):
+  """60 of 40, not of the 50 of GRPO from another warm start."""
+  tokens = {'grpo': 50, 'maxrl': 55, 'mr_search': 60, 'grpo-attempts': 40}
+  tried = {
+    plan.name: {
+      str(seed): {
+        'values': {
+          'run/em': 0.5,
+          'hard/em': 0.5,
+          'run/sampled': tokens[plan.row.name],
+        }
+      }
+      for seed in plans.TUNING
+    }
+    for plan in second.SECOND.tune()
+    if plan.row.name in tokens
+  }
+  results.choose(second.SECOND, tried, {}, tmp_path, {})
+  share = json.loads((tmp_path / plans.TUNED).read_text())['share']
+  assert share == {
+    'grpo': 1.0,
+    'maxrl': 1.1,
+    'mr_search': 1.5,
+    'grpo-attempts': 1.0,
+  }
+
+
 def test_rows_are_compared_with_those_from_the_same_warm_start():
   report = {
     name: {'300': {'hard/em': em}}
