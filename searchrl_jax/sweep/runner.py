@@ -23,6 +23,8 @@ from searchrl_jax.sweep import core, stages
 from searchrl_jax.sweep.core import Sweep
 
 SBATCH = 'experiments/cluster/sweep.sbatch'
+# glibc reads it when a process starts (docs/benchmarks.md).
+HUGE_PAGES = {'GLIBC_TUNABLES': 'glibc.malloc.hugetlb=1'}
 
 # What is defined here is the calling command's: `--help` shows it.
 flags.disclaim_key_flags()
@@ -189,7 +191,8 @@ def spawn(
   """Starts a stage in a process that saves and ends with this one."""
   log = log_of(folder, stage)
   log.parent.mkdir(parents=True, exist_ok=True)
-  env, devices = dict(os.environ), os.environ.get('CUDA_VISIBLE_DEVICES', '')
+  env = HUGE_PAGES | os.environ
+  devices = env.get('CUDA_VISIBLE_DEVICES', '')
   if len(devices.split(',')) >= slots > 1:
     env['CUDA_VISIBLE_DEVICES'] = ','.join(devices.split(',')[slot::slots])
   with log.open('w') as out:

@@ -137,6 +137,18 @@ def test_processes_share_out_the_gpus_that_are_named(
   assert sweep.log_of(tmp_path, 'arms/a/0').read_text() == f'{seen}\n'
 
 
+@pytest.mark.parametrize('given', [None, 'glibc.malloc.check=0'])
+def test_processes_ask_for_huge_pages_unless_told(given, tmp_path, monkeypatch):
+  monkeypatch.delenv('GLIBC_TUNABLES', raising=False)
+  if given:
+    monkeypatch.setenv('GLIBC_TUNABLES', given)
+  started = mock.Mock()
+  monkeypatch.setattr(subprocess, 'Popen', started)
+  sweep.spawn(SPEC, 'arms/a/0', tmp_path, '', 0, 1)
+  asked = started.call_args.kwargs['env']['GLIBC_TUNABLES']
+  assert asked == (given or 'glibc.malloc.hugetlb=1')
+
+
 @pytest.mark.parametrize(
   'cores, slots, shares',
   [
