@@ -3,8 +3,9 @@
 arXiv 2508.00410; tmlr-group/Co-rewarding. No golden answers, as in TTRL
 (configs/ttrl.py), but an answer earns 1 if it is the most frequent one to the
 same question in other words: what only one wording makes a majority think does
-not reward itself. Argument:
+not reward itself. Arguments:
 
+  labels         votes; golden: the base's reward, on the same questions
   max_abstained  allowed share of questions without a vote
 
 Departs from both: the wordings are two neighbouring questions of the data with
@@ -25,22 +26,25 @@ import collections
 
 from configs.methods import core
 from searchrl_jax import lookup
-from searchrl_jax.rewards import equivalence, vote
+from searchrl_jax.rewards import ablations, equivalence, vote
 from searchrl_jax.rewards.core import require
 
 
 def get_config(arg=None):
-  return core.on_base(arg, change, max_abstained=0.5)
+  return core.on_base(arg, change, labels='votes', max_abstained=0.5)
 
 
 def change(c, a):
   c.name = 'co_rewarding'
+  ablations.choose(a, labels=('votes', 'golden'))
   core.set_algorithm(c, core.GRPO)
   c.data.shuffle = False
   for fields in c.data.train.values():
     if fields.module == 'searchrl_jax.worlds.atlas':
       fields.pairs = True
   core.script(c, reworded=0.5)
+  if a.labels == 'golden':
+    return
   group = c.rollout.get_ref('group')
   c.reward = dict(
     vote=dict(

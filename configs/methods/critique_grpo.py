@@ -8,7 +8,8 @@ prompt. Its tokens are foreign there, with LUFFY's objective p / (p + 0.1) A
 (configs/methods/luffy.py). GRPO among all, entropy 0.001, no KL. Argument:
 
   grounded  True: a refinement that states the answer, in a query too, before
-            the question or a passage does is left out. False, as released
+            the question or a passage does is left out. False, as released.
+            Another fact that the attempt has read it may state
 
 Departs from the release: no model writes the critique. Failed attempts are not
 refined; where no refinement is left, another attempt has its place. Counts:
@@ -47,6 +48,10 @@ def change(c, a):
   c.rollout.sampler = 'configs.methods.critique_grpo.critiqued'
   c.rollout.critique, c.rollout.critique_words = FULL if full else MICRO
   c.rollout.grounded = a.grounded
+  # Of a refinement: the attempt stands in its prompt.
+  c.env.max_tokens *= 2
+  c.engine.max_len = max(c.engine.max_len, c.env.max_tokens)
+  core.make_room(c)
 
 
 async def critiqued(questions, services, *, critique, critique_words, grounded):

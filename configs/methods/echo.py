@@ -11,7 +11,8 @@ them, is refused. Argument:
   scale    the coefficient
 
 Departs from both: with several updates of a step a token of an observation is
-clipped as the others are. It learns the corpus by heart: compare what the
+clipped as the others are; the tags around an observation are learnt with it.
+It learns the corpus by heart: compare what the
 policy answers without a search (`evaluate --controls`).
 """
 

@@ -8,7 +8,8 @@ weight (config.algorithm.tis) is that of the plain policy to the hinted one.
 Arguments:
 
   key      of Question.meta, where the text is; '' = hint, or in a generated
-           world queries: a wording for each look-up, without its result
+           world queries: a wording for each look-up, and so, from the second
+           on, what the one before it finds
   cap      of the weight, for each token
 
 Departs from the release: it shapes the ratio by r / (r + g), g the 90th

@@ -10,7 +10,8 @@ tokens of the turn that searched. Arguments:
   swaps    replacements
 
 Departs from both: the release takes replacements from the same step whatever
-they hold, here they share no passage with what they replace; how the gain
+they hold, here they share no passage with what they replace, and there an
+observation goes with the note on it; how the gain
 enters the advantage was not found; a search without a replacement has gain 0;
 no KL (algorithm.kl sets one).
 """

@@ -12,7 +12,8 @@ tokens divided by the most that can be sampled; entropy 0.001, no KL. Arguments:
   arm      luffy
            ampo (arXiv 2510.02227; SII-Enigma/AMPO): where no attempt succeeds,
            at most two, those that make the golden answer most likely; ratios
-           of other tokens within 1 -+ 0.2, and at most 10 where A < 0
+           of other tokens within 1 -+ 0.2, and at most 10 where A < 0; the
+           loss is the mean over trajectories of their means
   traces   where they are, see rollout/traces.py; '' = Question.meta.traces, or
            in a generated world a script that looks up each fact: one trace, so
            ampo has none to choose among
@@ -37,7 +38,7 @@ GAMMA = 0.1
 ARMS = {
   'luffy': (core.UNCLIPPED, dict(trace_when='always', trace_most=1)),
   'ampo': (
-    dict(clip_low=0.2, clip_high=0.2, clip_dual=10.0),
+    dict(clip_low=0.2, clip_high=0.2, clip_dual=10.0, aggregation='sequence'),
     dict(trace_when='failed', trace_most=2),
   ),
 }

@@ -8,11 +8,12 @@ to the teacher. The reward is not used. Arguments:
   key      of Question.meta, where that text is; '' = demonstration, or in a
            generated world facts: all that a question needs, answer included
   scale    c
-  outcome  weight of GRPO's advantage beside it; 1 with a frozen teacher is OPD
+  outcome  weight of GRPO's advantage beside it
   weights  of the teacher: live, frozen, copy, ema
   others   True: the demonstration of another question, a control
 
-Departs from it: clipped as the base recipe's loss is, where the release squares
+Departs from it: the text stands behind the question, there before all of the
+prompt; clipped as the base recipe's loss is, where the release squares
 log ratios and drops tokens that became much less likely.
 """
 

@@ -48,7 +48,7 @@ def change(c, a):
     c.env.template = 'cited'
   reader = a.reader or ('words' if c.model.path else 'facts')
   c.reward = dict(
-    answer=dict(fn=f'answer.{a.outcome}', weight=1.0),
+    **{a.outcome: dict(fn=f'answer.{a.outcome}', weight=1.0)},
     evidence=dict(fn='blocks.informs', weight=1.0, block=block, reader=reader),
     form=dict(
       fn='configs.methods.r_search.form',

@@ -16,9 +16,10 @@ Arguments:
   others   True: the attempt at another question, a control
 
 Departs from both: the release's teacher does not see observations, here it
-reads what the policy has read, and its divergence is not weighted by min(pi /
-pi_old, 2); TRL's `sampled` divides by the tokens of all
-trajectories, those without a teacher included, and so does this one.
+reads what the policy has read, in words whose tags are neutralised, and its
+divergence is not weighted by min(pi / pi_old, 2). TRL's `sampled` divides by
+the tokens of all trajectories, those without a teacher included, and so does
+this one.
 """
 
 from ml_collections import ConfigDict

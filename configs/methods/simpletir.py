@@ -14,6 +14,8 @@ algorithm and rollout. The release's script leaves the filter off, its default
 is on.
 """
 
+import itertools
+
 import numpy as np
 
 from configs import algorithms
@@ -49,7 +51,13 @@ def unless_void(
 def _void(trajectory) -> bool:
   # A turn that ends with the whole trajectory counts as truncated alone.
   cut = trajectory.meta.get('truncated_turns', 0)
-  return trajectory.invalid_actions > 0 or cut > 0
+  last = itertools.takewhile(
+    lambda s: s.author == 'policy', reversed(trajectory.segments)
+  )
+  # A query after the last one that is allowed is no action, but not void.
+  late = trajectory.end in ('eos', 'turns')
+  late = late and 'search' in [s.kind for s in last][1:]
+  return trajectory.invalid_actions > late or cut > 0
 
 
 unless_void.needs_group = unless_void.divides_by_spread = True

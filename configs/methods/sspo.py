@@ -53,7 +53,8 @@ def change(c, a):
   fields = dict(advantage=name, advantage_kw=kw, aggregation='token')
   core.set_algorithm(c, algorithms.GRPO | fields)
   c.teacher.context = 'anchors'
-  told = dict(right=RIGHT, wrong='not', everyone=not kw['wrong'])
+  some = kw['wrong']  # a right one has no wrong answer to be told of
+  told = dict(right=RIGHT, wrong='not' if some else '', everyone=not some)
   c.teacher.context_kw = ConfigDict(told)
   core.make_room(c)
   c.teacher.weights, c.teacher.every = 'copy', a.every

@@ -34,7 +34,9 @@ STEPS = recipe.get_config().train.steps // 2
 # spread; at the end by as much, with a spread of 0.07 (../LOG.md).
 SCORE, MARGIN = 'run/em', 0.02
 _OTHERS = {'others': {'teacher.others': True}}
-_COPIES = f'every={STEPS // 4}'  # 50, as in SSPO, would be a frozen teacher
+# 50 steps, as in SSPO, would be a frozen teacher, and .05, as in SDPO, nearly.
+_COPIES, _AVERAGE = f'every={STEPS // 4}', f'rate={4 / STEPS}'
+_NOTHING = {'plain': {'algorithm.advantage_kw.scale': 0.0}}
 
 
 def start(mix: str, seed: int) -> ConfigDict:
@@ -132,12 +134,12 @@ METHODS = (
   _row('grpo-attempts', file='grpo', start='mr_search'),
   _aside('rlsd', 'sspo', f'arm=rlsd,{_COPIES}', controls=_OTHERS),
   _aside('opsd', controls=_OTHERS),
-  _aside('opd', 'opsd', 'weights=frozen,outcome=1.0'),
-  _aside('sdpo', controls=_OTHERS),
-  _aside('sdpo-released', 'sdpo', 'version=as_released'),
+  _aside('opsd-frozen', 'opsd', 'weights=frozen,outcome=1.0'),
+  _aside('sdpo', arg=_AVERAGE, controls=_OTHERS),
+  _aside('sdpo-released', 'sdpo', f'version=as_released,{_AVERAGE}'),
   # Its second phase alone: no GRPO comes before it.
   _aside('search_e1', controls=_OTHERS),
-  _aside('tips', arg=_COPIES),
+  _aside('tips', arg=_COPIES, controls=_NOTHING),  # without it, PPO
   _aside('ig_search'),
   _aside('guide', guided=True),
   _aside('luffy', guided=True),
@@ -159,7 +161,7 @@ METHODS = (
   _aside('self_aligned'),
   # Rewards of notes; what they are compared with earns exact match.
   _aside('r_search', arg='outcome=em'),
-  _aside('evinote', arg='outcome=em'),
+  _aside('evinote', arg='outcome=em,version=as_released'),  # see its docstring
   _aside('inforage', arg='outcome=em'),
   # From warm starts of their own, with a baseline from each.
   _aside('reseek', start='reseek'),
@@ -167,7 +169,9 @@ METHODS = (
   _aside('global_rag', start='global_rag'),
   _aside('global_rag-plain', 'global_rag', 'scale=0.0', start='global_rag'),
   _aside('co_rewarding', start='co_rewarding', guided=True),
-  _aside('grpo-reworded', 'grpo', start='co_rewarding'),
+  _aside(
+    'grpo-reworded', 'co_rewarding', 'labels=golden', start='co_rewarding'
+  ),
   _aside('search_r2', start='search_r2', guided=True),
   _aside('grpo-refined', 'grpo', start='search_r2'),
 )

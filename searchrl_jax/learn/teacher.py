@@ -365,14 +365,14 @@ def own(group, returns, env):
 
 
 def anchors(group, returns, env, *, right: float, wrong: str, everyone: bool):
-  """Passages without the true answer, and the wrong one that was given.
+  """Passages without the true answer, and a wrong one that was given.
 
   The passages of `Question.supporting` that any trajectory of the group has
   read, each without the golden answers. Without any there are no hints.
 
   Args:
     right: return from which a trajectory is right.
-    wrong: text before the answer of one that is not.
+    wrong: text before the answer of one that is not; '': it is left out.
     everyone: right ones get the passages; False: no hint.
   """
   question = group[0].question
@@ -389,9 +389,10 @@ def anchors(group, returns, env, *, right: float, wrong: str, everyone: bool):
     texts = [' '.join(whole.sub(' ', text).split()) for text in texts]
   hints: list[Hint | None] = []
   for t, earned in zip(group, returns, strict=True):
-    said = f'{wrong} {env.answer(t) or ""}'.strip()
-    good = (' '.join(texts), '') if everyone else None
-    hints.append(good if earned >= right else (' '.join(texts), said))
+    answer = env.answer(t) if wrong and earned < right else None
+    said = f'{wrong} {answer}' if answer else ''
+    told = (' '.join(texts), said)
+    hints.append(told if everyone or earned < right else None)
   return hints if texts else [None] * len(group)
 
 

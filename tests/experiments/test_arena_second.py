@@ -1,14 +1,18 @@
 """The second batch of the arena, and its warm start with hints."""
 
+import asyncio
 import collections
+import dataclasses
 import json
 
+import pandas as pd
 import pytest
 
 from configs.methods import mr_search
 from experiments.arena import (
   figure,
   hinted,
+  measure,
   plans,
   results,
   run,
@@ -17,8 +21,10 @@ from experiments.arena import (
 )
 from searchrl_jax import sft
 from searchrl_jax.lookup import ConfigError
+from searchrl_jax.rewards import core as rewards
 from searchrl_jax.run import build
 from searchrl_jax.sweep import core
+from tests.methods import played
 
 REPORTING = second.SECOND.reporting
 
@@ -126,6 +132,27 @@ def test_runs_that_fell_in_training_are_not_equivalent():
     return verdicts.judge([claim], {'stress': stress}, [True])[0]['verdict']
 
   assert (verdict(0.0), verdict(0.5)) == ('undecided', 'equivalent')
+
+
+@pytest.mark.parametrize(
+  'row',
+  [row for row in second.METHODS if not row.guided and row.name != 'igpo'],
+  ids=lambda row: row.name,
+)
+def test_rows_that_are_compared_in_training_log_exact_match(
+  row, report, monkeypatch
+):
+  """(IGPO's reward asks the policy.)"""
+  monkeypatch.setattr(plans.Batch, 'rate', lambda *_: 1.0)
+  meta = dict(facts=(('A', 'home', 'Ann'),), parallel='', path=('a',))
+  asked = dataclasses.replace(played.QUESTION, supporting=('a',), meta=meta)
+  t = played.attempt(played.search(), played.says('Ann'), question=asked)
+  terms = report.arm(row.name).config(300).reward
+  context = rewards.RewardContext(0, env=played.ENV)
+  found = asyncio.run(rewards.combine(terms, [(t,)], context))
+  metrics = {f'reward/{name}': x for name, x in found.parts.items()}
+  metrics |= {'rollout/sampled_tokens': [9.0], 'time/step': [1.0]}
+  assert measure.of_training(pd.DataFrame(metrics))['run/em'] == 1
 
 
 def test_the_committed_claims_are_these():

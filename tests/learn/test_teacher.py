@@ -230,8 +230,10 @@ def test_anchors_by_hand():
   assert found == [
     'text of a text of b not Bob',
     None,
-    'text of a text of b not',
+    'text of a text of b',  # who gave no answer gave no wrong one
   ]
+  both = told(texts, np.array([0.0, 1, 0]), wrong='', everyone=True)
+  assert both == ['text of a text of b'] * 3
   named = dataclasses.replace(hand.QUESTION, answers=('of a', 'a'))
   group = [hand.play(('w', 'a'), answer='Bob', question=named)]
   [hint] = told(group, np.zeros(1), wrong='no', everyone=False)

@@ -6,7 +6,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from configs.methods import critique_grpo
+from configs.methods import critique_grpo, grpo
 from searchrl_jax import checks, schema
 from searchrl_jax.data.checks import DataError
 from searchrl_jax.learn import batching
@@ -220,6 +220,9 @@ def test_its_config_and_what_it_needs():
   c = critique_grpo.get_config('grounded=False')
   assert not c.rollout.grounded and c.algorithm.entropy_coef == 0.001
   checks.check(c)
+  # An attempt and a refinement.
+  room = 2 * grpo.get_config().env.max_tokens
+  assert c.env.max_tokens == c.engine.max_len == c.batch.lengths[-1] == room
   with pytest.raises(DataError, match='golden answers'):
     checks.check_data(c, [Question('q', 'who?')])
   for field, value, message in (

@@ -103,9 +103,9 @@ def test_its_config_and_what_it_needs():
   assert (c.teacher.weights, c.teacher.every) == ('copy', 7)
   assert c.teacher.others and c.teacher.context == 'anchors'
   checks.check(c)
-  for arm, everyone in (('sspo', False), ('rlsd', True)):
+  for arm, wrong in (('sspo', 'not'), ('rlsd', '')):
     told = sspo.get_config(f'arm={arm}').teacher.context_kw.to_dict()
-    assert told == dict(right=1.0, wrong='not', everyone=everyone)
+    assert told == dict(right=1.0, wrong=wrong, everyone=not wrong)
   bare = Question('q', 'who?', ('Ann',))
   with pytest.raises(DataError, match='teacher.context needs'):
     checks.check_data(c, [bare])
