@@ -15,6 +15,7 @@ compare.
 from collections.abc import Iterable
 import json
 import pathlib
+import textwrap
 
 from absl import flags
 
@@ -88,7 +89,8 @@ def _differences(found: dict, score: str, gains, axis) -> None:
     corpus = claim['method'] == 'grpo'
     other = '' if claim['metric'] == score else f', {ON[claim["metric"]]}'
     name = f'{claim["method"]}{stress} - {claim["against"]}{other}'
-    labels.append('complete - incomplete corpus' if corpus else name)
+    name = 'complete - incomplete corpus' if corpus else name
+    labels.append(textwrap.fill(name, 32, break_on_hyphens=False))
   exact = gains.get(('grpo-oracle', 'grpo', score))
   if exact and exact['n'] > 1:
     y = len(labels)
