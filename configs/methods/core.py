@@ -101,9 +101,9 @@ def script(c: ConfigDict, **shares: float) -> None:
 def set_traces(c: ConfigDict, traces: str, objective: str) -> None:
   """Puts traces into groups, with `objective` for their tokens.
 
-  The rest is what LUFFY, RL-PLUS and AMPO share: returns less the mean of the
-  group, a sum over tokens that is divided by the most that can be sampled,
-  entropy with 0.001, no KL.
+  The rest is what LUFFY, RL-PLUS and AMPO share (AMPO has a mean in place of
+  the sum): returns less the mean of the group, a sum over tokens that is
+  divided by the most that can be sampled, entropy with 0.001, no KL.
 
   Args:
     traces: config.rollout.traces; '' = a field of that name of Question.meta,

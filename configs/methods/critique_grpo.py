@@ -48,7 +48,7 @@ def change(c, a):
   c.rollout.sampler = 'configs.methods.critique_grpo.critiqued'
   c.rollout.critique, c.rollout.critique_words = FULL if full else MICRO
   c.rollout.grounded = a.grounded
-  # Of a refinement: the attempt stands in its prompt.
+  # For refinements, whose prompt has the attempt.
   c.env.max_tokens *= 2
   c.engine.max_len = max(c.engine.max_len, c.env.max_tokens)
   core.make_room(c)

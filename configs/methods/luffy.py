@@ -6,7 +6,7 @@ G attempts and is rewarded as they are. Its tokens have the objective
     p / (p + 0.1) A,  p = pi, the policy's probability of the token
 
 without a ratio or a bound, the others pi / pi_old A, without a bound. A is the
-return less the mean of the group, trace included. The loss is the sum over
+return less the mean of the group, trace included. LUFFY's loss is the sum over
 tokens divided by the most that can be sampled; entropy 0.001, no KL. Arguments:
 
   arm      luffy
@@ -22,12 +22,13 @@ tokens divided by the most that can be sampled; entropy 0.001, no KL. Arguments:
 p is no ratio: a fork (ExGRPO) puts pi / pi_old in its place, 1 at the first
 update, so that every token has the same weight.
 
-Departs from both releases: the sum is divided by the number of trajectories
-too, and entropy is in the same sum, where they add its mean over tokens. Traces
-take the last places of a group, AMPO's random ones, which have failed too. The
-release of AMPO pays a trace that earns less than 1 as if it were right, and
-chooses by the mean probability of the answer's tokens; here it earns what it
-earns, and the mean is geometric. What is logged of rewards has the traces.
+Departs from both releases: LUFFY's sum is divided by the number of trajectories
+too, and entropy is weighed as the loss is, where they add its mean over tokens.
+Traces take the last places of a group, AMPO's random ones, which have failed
+too. The release of AMPO pays a trace that earns less than 1 as if it were
+right, and chooses by the mean probability of the answer's tokens; here it earns
+what it earns, and the mean is geometric. What is logged of rewards has the
+traces.
 """
 
 import jax.numpy as jnp

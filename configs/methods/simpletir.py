@@ -8,13 +8,12 @@ one stays in the mean and deviation of its group and has no gradient. Argument:
            removed: out of the statistics too
 
 Departs from both: a trajectory goes on after a void turn, where theirs ends;
-malformed calls count as void; its tokens still count in the divisor of the
+malformed calls count as void, and so does a query after the last that is
+allowed; its tokens still count in the divisor of the
 loss. Their clip bounds (0.2 and 0.28, dual 3) and refill are fields of
 algorithm and rollout. The release's script leaves the filter off, its default
 is on.
 """
-
-import itertools
 
 import numpy as np
 
@@ -51,13 +50,7 @@ def unless_void(
 def _void(trajectory) -> bool:
   # A turn that ends with the whole trajectory counts as truncated alone.
   cut = trajectory.meta.get('truncated_turns', 0)
-  last = itertools.takewhile(
-    lambda s: s.author == 'policy', reversed(trajectory.segments)
-  )
-  # A query after the last one that is allowed is no action, but not void.
-  late = trajectory.end in ('eos', 'turns')
-  late = late and 'search' in [s.kind for s in last][1:]
-  return trajectory.invalid_actions > late or cut > 0
+  return trajectory.invalid_actions > 0 or cut > 0
 
 
 unless_void.needs_group = unless_void.divides_by_spread = True

@@ -114,8 +114,10 @@ def test_what_is_refused(fields, message):
     checks.check_data(c, ())
 
 
-def test_both_wordings_are_in_one_step():
-  c = co_rewarding.get_config()
+@pytest.mark.parametrize('labels', ['votes', 'golden'])
+def test_both_wordings_are_in_one_step(labels):
+  c = co_rewarding.get_config(f'labels={labels}')
+  assert [*c.reward] == [{'votes': 'vote', 'golden': 'em'}[labels]]
   c.data.world.update(train=60, heldout=40)
   c.data.eval.atlas.n = 0
   assert c.sft.data.reworded == 0.5

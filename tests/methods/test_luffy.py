@@ -88,6 +88,13 @@ def test_the_sum_is_divided_by_what_can_be_sampled():
   assert per == 4 * 224
   whole = losses.aggregate(jnp.asarray(found), masks[0], a.aggregation)
   np.testing.assert_allclose(whole / per, found.sum() / 896, rtol=1e-5)
+  # AMPO: each trajectory weighs the same, the first with one token of two.
+  a = luffy.get_config('arm=ampo').algorithm
+  some = np.array([[True, False]] + [[True, True]] * 3)
+  per = losses.denominator([some], a.aggregation, a.horizon)
+  whole = losses.aggregate(jnp.asarray(found), some, a.aggregation)
+  mean = np.mean([found[0, 0], *found[1:].mean(1)])
+  np.testing.assert_allclose(whole / per, mean, rtol=1e-5)
 
 
 @settings(max_examples=20, deadline=None)

@@ -3,7 +3,6 @@
 import dataclasses
 
 import numpy as np
-import pytest
 
 from configs.methods import simpletir
 from searchrl_jax import checks
@@ -47,28 +46,6 @@ def test_a_turn_that_is_cut_with_the_trajectory_is_void():
   fields = dict(removed=False, eps=0.0, ddof=1)
   got = simpletir.unless_void(np.eye(3)[0], [True] * 3, [0] * 3, s, **fields)
   np.testing.assert_allclose(got, [1.154699, 0, -0.57735], rtol=1e-5)
-
-
-@pytest.mark.parametrize(
-  'text, void',
-  [
-    ('<search>who wrote it</search>', False),
-    ('so', True),
-    ('<search>who wrote it', True),
-  ],
-)
-def test_a_query_that_comes_too_late_is_not_void(text, void):
-  """The last turn may not search: the environment takes it for no action."""
-  env = make_env(max_turns=0)
-  state, action = env.reset(hand.QUESTION)
-  state, _ = env.step(state, scripted.sample(env, action, text))
-  late = env.trajectory(state, 1)
-  assert (late.end, late.invalid_actions) == ('eos', 1)
-  s, _ = hand.arrays((hand.RIGHT, late, hand.IDLE))
-  fields = dict(removed=False, eps=0.0, ddof=1)
-  got = simpletir.unless_void(np.eye(3)[0], [True] * 3, [0] * 3, s, **fields)
-  second = 0 if void else -0.57735
-  np.testing.assert_allclose(got, [1.154699, second, -0.57735], rtol=1e-5)
 
 
 def test_its_config():
