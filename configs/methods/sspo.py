@@ -53,7 +53,7 @@ def change(c, a):
   fields = dict(advantage=name, advantage_kw=kw, aggregation='token')
   core.set_algorithm(c, algorithms.GRPO | fields)
   c.teacher.context = 'anchors'
-  some = kw['wrong']  # a right one has no wrong answer to be told of
+  some = kw['wrong']  # the teacher of RLSD is told of no wrong answer
   told = dict(right=RIGHT, wrong='not' if some else '', everyone=not some)
   c.teacher.context_kw = ConfigDict(told)
   core.make_room(c)

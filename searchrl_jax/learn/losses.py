@@ -390,8 +390,7 @@ def distance(log_s, log_t, kind: str, alpha: float):
 def _with_rest(log_p):
   """Log-probs [..., K] -> [..., K + 1], the last of what is left."""
   known = jnp.sum(jnp.exp(log_p), -1, keepdims=True)
-  # At least 1e-6 (zeros, of no teacher, sum to K). Of less, the gradient has
-  # its true sign and is too small, by as much.
+  # At least 1e-6 (no teacher: zeros, K); the gradient of less is too small.
   same, held = jax.lax.stop_gradient((known, jnp.minimum(known, 1 - 1e-6)))
   rest = jnp.log1p(-held) - (known - same) / (1 - held)
   return jnp.concatenate([log_p, rest], -1)
