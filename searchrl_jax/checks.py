@@ -70,6 +70,11 @@ def check(config: ConfigDict) -> None:
   )
   _check_foreign(config, sample)
   lookup.require(
+    not ('gold' in taken or getattr(fn, 'observes', False))
+    or rewards.observes(config),
+    f'{advantage} is about {rewards.UNOBSERVED}',
+  )
+  lookup.require(
     r.top_p >= 1 and r.top_k <= 0,
     f'config.rollout.top_p={r.top_p}, top_k={r.top_k}: the trainer scores with '
     'the whole distribution; use 1 and 0 (config.eval.top_p may truncate)',
@@ -135,7 +140,11 @@ def check(config: ConfigDict) -> None:
   # Seen token by token or turn by turn, equal returns can differ.
   lookup.require(
     not a.drop_zero_variance
-    or (grouped and not {'mask', 'structure', 'delta', 'gold'} & {*taken}),
+    or (
+      grouped
+      and not {'mask', 'structure', 'delta', 'gold'} & {*taken}
+      and not config.teacher.columns.k
+    ),
     'config.algorithm.drop_zero_variance leaves out groups of equal rewards, '
     f'which have a gradient with {advantage}: set it to False',
   )

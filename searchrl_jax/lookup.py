@@ -117,6 +117,20 @@ def function(package: str, name: str, home: str = '') -> Any:
   return getattr(mod, attr)
 
 
+def sampler(name: str) -> Callable:
+  """The function that config.rollout.sampler names.
+
+  name: the module of a function `sample` in searchrl_jax.rollout, or the dotted
+    path of a function.
+
+  Raises:
+    ConfigError: there is none.
+  """
+  with of('config.rollout.sampler'):
+    path = name if '.' in name else f'{name}.sample'
+    return function('searchrl_jax.rollout', path)
+
+
 def fields(fn: Callable) -> dict[str, inspect.Parameter]:
   """The keyword-only parameters of a function: fields of its config."""
   parameters = inspect.signature(fn).parameters.values()

@@ -105,6 +105,7 @@ def _train(config, workdir: str) -> dict[str, float]:
 
       # Advantages -> loss -> update; `end_step` publishes the weights.
       learned = learner.update(batch.minibatches, outputs, given, run)
+      learner.move_teacher(run.step)
       metrics = {
         **{f'train/{k}': v for k, v in (learned | given.metrics).items()},
         **{f'reward/{k}': rewards.mean(v) for k, v in reward.parts.items()},

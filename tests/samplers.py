@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Sequence
-import dataclasses
 
 import numpy as np
 
@@ -36,43 +35,6 @@ async def best(questions, services, *, attempts: int) -> list[Group]:
       for name, sample in names
       if (name, sample) not in services.done
     ]
-  )
-  return services.groups(questions)
-
-
-async def hinted(questions, services, *, hint: str) -> list[Group]:
-  """Asks with a hint where all fail, and trains without it."""
-  slots = services.slots()
-
-  async def attempt(start, sample: int, branch=()):
-    async with slots:
-      handle = services.open(start[1].prompt)
-      return await services.attempt(handle, *start, sample, branch)
-
-  async def one(question, names) -> None:
-    text = f'{question.text} {hint}'
-    asked = dataclasses.replace(question, text=text)
-    plain, other = services.starts([question, asked])
-    found = await services.gather(attempt(plain, n) for _, n in names)
-    rewards = await services.reward([tuple(found)])
-    if not np.any(rewards.value):
-      again = await services.gather(
-        attempt(other, n, ['hint']) for _, n in names
-      )
-      skip, prompt = len(other[0].segments), plain[0].segments
-      found = [
-        dataclasses.replace(
-          t, question=question, train_context=(*prompt, *t.segments[skip:])
-        )
-        for t in again
-      ]
-    services.record(*found)
-
-  named = zip(questions, services.names(questions), strict=True)
-  await services.gather(
-    one(question, names)
-    for question, names in named
-    if not all(name in services.done for name in names)
   )
   return services.groups(questions)
 

@@ -7,6 +7,7 @@ import pytest
 from searchrl_jax import checks, lookup
 from searchrl_jax.data.checks import DataError
 from searchrl_jax.data.core import load_sets
+from searchrl_jax.rewards import core as rewards
 from searchrl_jax.types import Question
 from tests import tiny
 from tests.conftest import ROOT
@@ -69,6 +70,25 @@ def test_every_method_changes_every_base(name):
     module.get_config('wieght=1')
   # A test of its own, that is deleted with it.
   assert name == 'grpo' or (ROOT / f'tests/methods/test_{name}.py').exists()
+
+
+READING = 'trace igpo gigpo calib_adv echo clip_delta inforage reseek'.split()
+
+
+@pytest.mark.parametrize('name', READING)
+@pytest.mark.parametrize(
+  'fields',
+  [
+    {'env.information': 'policy'},
+    {'rollout.sampler': 'sessions', 'rollout.program': 'tests.tiny.config'},
+  ],
+)
+def test_what_reads_observations_is_refused_without_any(name, fields):
+  c = importlib.import_module(f'configs.methods.{name}').get_config()
+  c.update_from_flattened_dict(fields)
+  with pytest.raises(ValueError, match='about what a source answers'):
+    rewards.check(c)
+    checks.check(c)
 
 
 @pytest.mark.parametrize(

@@ -46,16 +46,9 @@ def change(c, a):
   if a.labels == 'golden':
     return
   group = c.rollout.get_ref('group')
-  c.reward = dict(
-    vote=dict(
-      fn='configs.methods.co_rewarding.crossed',
-      weight=1.0,
-      votes=group,
-      train=group,
-      match=c.eval.get_ref('match'),
-      max_abstained=a.max_abstained,
-    )
-  )
+  fields = dict(fn='configs.methods.co_rewarding.crossed', weight=1.0)
+  fields |= dict(votes=group, train=group, match=c.eval.get_ref('match'))
+  c.reward = dict(vote=fields | dict(max_abstained=a.max_abstained))
 
 
 async def crossed(groups, context, *, votes, train, match, max_abstained):

@@ -1,28 +1,25 @@
 """Critique-GRPO: attempts are criticised and refined; the best one joins.
 
 arXiv 2506.03106; zhangxy-2019/critique-GRPO. All but one of a group are
-attempts. The policy is shown each with a critique, which says whether it was
-right and what the first golden answer is, and tries again. The first of these
-refinements that earns most takes the last place of the group, behind the plain
-prompt. Its tokens are foreign there, with LUFFY's objective p / (p + 0.1) A
-(configs/methods/luffy.py). GRPO among all, entropy 0.001, no KL. Argument:
+attempts. The policy is shown each with a critique (whether it was right, and
+the first golden answer), and tries again. The first of these refinements that
+earns most takes the last place of the group, behind the plain prompt. Its
+tokens are foreign there, with LUFFY's objective p / (p + 0.1) A (luffy.py).
+GRPO among all, entropy 0.001, no KL. Argument:
 
   grounded  True: a refinement that states the answer, in a query too, before
-            the question or a passage does is left out. False, as released.
-            Another fact that the attempt has read it may state
+            the question or a passage does is left out. False, as released
 
 Departs from the release: no model writes the critique. Failed attempts are not
-refined; where no refinement is left, another attempt has its place. Counts:
-`rollout/traces` of those placed, `rollout/traces_left_out` of the others.
+refined, and where no refinement is left, another attempt has its place
+(`rollout/traces`: those placed, `rollout/traces_left_out`: the others).
 """
 
 import dataclasses
-import functools
 
 import numpy as np
 
-from configs.methods import core, guide
-from searchrl_jax import lookup
+from configs.methods import core
 from searchrl_jax.learn import advantages, teacher
 from searchrl_jax.rewards import blocks, scores
 from searchrl_jax.rollout import revise, traces
@@ -42,9 +39,8 @@ def get_config(arg=None):
 
 def change(c, a):
   c.name, full = 'critique_grpo', bool(c.model.path)
-  objective = 'configs.methods.luffy.shaped'
-  fields = dict(loss='mixed', foreign_objective=objective, entropy_coef=0.001)
-  core.set_algorithm(c, core.GRPO | fields)
+  fields = dict(loss='mixed', foreign_objective='configs.methods.luffy.shaped')
+  core.set_algorithm(c, core.GRPO | fields | dict(entropy_coef=0.001))
   c.rollout.sampler = 'configs.methods.critique_grpo.critiqued'
   c.rollout.critique, c.rollout.critique_words = FULL if full else MICRO
   c.rollout.grounded = a.grounded
@@ -57,7 +53,7 @@ def change(c, a):
 async def critiqued(questions, services, *, critique, critique_words, grounded):
   """The sampler; meta['refines'] of a refinement: the attempt's sample."""
   env = services.env
-  attempt = functools.partial(services.fresh, services.slots())
+  slots = services.slots()
 
   async def refined(t, plain):
     """What comes of the critique of an attempt; None: it is left out."""
@@ -70,16 +66,15 @@ async def critiqued(questions, services, *, critique, critique_words, grounded):
       start = env.reset(asked, services.role)
     except ValueError:  # it is too long
       return None
-    found = await attempt(start, t.sample, ['refined'])
+    found = await services.fresh(slots, start, t.sample, ['refined'])
     if found.failed or (grounded and blocks.recited(found, env, question)):
       return None
-    found = guide.plainly(found, question, plain[0])
-    meta = {**found.meta, 'refines': t.sample}
-    return traces.by_teacher(dataclasses.replace(found, meta=meta))
+    found = teacher.plainly(found, question, plain[0], refines=t.sample)
+    return traces.by_teacher(found)
 
   async def group(question, plain, samples):
     *own, last = samples
-    tried = await services.gather(attempt(plain, n) for n in own)
+    tried = await services.gather(services.fresh(slots, plain, n) for n in own)
     alive = [t for t in tried if not t.failed]
     made = await services.gather(refined(t, plain) for t in alive)
     good = [t for t in made if t is not None]
@@ -90,16 +85,18 @@ async def critiqued(questions, services, *, critique, critique_words, grounded):
       value = np.where(earned.valid, advantages.returns(earned.value), -np.inf)
       best = dataclasses.replace(good[np.argmax(value)], sample=last)
     else:
-      best = await attempt(plain, last)
+      best = await services.fresh(slots, plain, last)
     services.record(*tried, best)
 
   return await services.whole(questions, group)
 
 
 def _check(config):
-  where, words = 'config.rollout.critique', config.critique_words
-  lookup.require_format(where, config.critique, 'attempt', 'verdict', 'answer')
-  lookup.require(len(words) == 2, f'{where}_words={words}: give two')
+  at, words = 'config.rollout.critique', config.critique_words
+  core.lookup.require_format(
+    at, config.critique, 'attempt', 'verdict', 'answer'
+  )
+  core.lookup.require(len(words) == 2, f'{at}_words={words}: give two')
 
 
 critiqued.needs, critiqued.foreign, critiqued.check = ('answers',), True, _check

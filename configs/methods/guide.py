@@ -16,13 +16,13 @@ Departs from the release: it shapes the ratio by r / (r + g), g the 90th
 percentile of a microbatch, padding included, and does not clip it; it asks all
 questions again if none passes its filter. A group that is all right or all
 wrong with the hint has no gradient here either way. A hint without room is left
-out, as are attempts with several contexts. What the first round sampled is not
-kept, and what is logged of rewards has the second. Rewards that take the
+out, as are attempts with several contexts (`rollout/hints_left_out` counts
+questions, `rollout/hinted` attempts with a hint). What the first round sampled
+is not kept, and what is logged of rewards has the second. Rewards that take the
 weights of the step cannot be given between rounds.
 """
 
 from collections.abc import Sequence
-import dataclasses
 import functools
 
 from configs.methods import core
@@ -59,37 +59,31 @@ async def guided(
   """
   attempt = functools.partial(services.fresh, services.slots())
 
+  async def told(question, samples) -> list:
+    """Attempts with the hint; none if it is left out."""
+    hint = teacher.told_by(question, hint_key)
+    try:
+      asked = teacher.hinted(question, hint, hint_frame)
+      start = services.env.reset(asked, services.role)
+    except ValueError:  # it is too long
+      return []
+    found = await services.gather(attempt(start, n, ['hint']) for n in samples)
+    # Those of several contexts have no other prompt.
+    return [] if any(t.contexts for t in found) else found
+
   async def group(question, plain, samples) -> None:
     found = await services.gather(attempt(plain, n) for n in samples)
     earned = await services.reward([tuple(found)])
     won = advantages.returns(earned.value)[earned.valid] > LEAST
     if won.size and not won.any():  # a failed service is no failure
-      hint = teacher.told_by(question, hint_key)
-      try:
-        asked = teacher.hinted(question, hint, hint_frame)
-        start = services.env.reset(asked, services.role)
-      except ValueError:  # it is too long
-        start = None
-      if start is not None:
-        again = (attempt(start, n, ['hint']) for n in samples)
-        told = await services.gather(again)
-        if not any(t.contexts for t in told):  # those have no other prompt
-          found = [plainly(t, question, plain[0]) for t in told]
+      again = await told(question, samples)
+      counts = dict(hinted=len(again), hints_left_out=not again)
+      services.count((question.id, samples[0]), **counts)
+      if again:
+        found = [teacher.plainly(t, question, plain[0]) for t in again]
     services.record(*found)
 
   return await services.whole(questions, group)
-
-
-def plainly(t, question, state):
-  """The trajectory as one of the plain question, trained behind its prompt."""
-  own = [s for s in t.segments if s.author != 'prompt']
-  prompt = [s for s in state.segments if s.author == 'prompt']
-  return dataclasses.replace(
-    t,
-    question=question,
-    train_context=(*prompt, *own),
-    meta={**t.meta, 'hinted': True},
-  )
 
 
 def _check(config):

@@ -1,8 +1,8 @@
 """ReSeek: the policy judges what each search has found.
 
 arXiv 2510.00568 (ICML 2026); no code, and the values of its reward were not
-found. After an observation the policy writes a block `judge`. Beside the
-outcome of the base recipe, a judgement earns
+found. After an observation the policy writes a block `judge`. The algorithm is
+GRPO; beside the outcome of the base recipe, a judgement earns
 
     + match      if it is the ideal one
     - mismatch   else; also if there is none, or it cannot be read
@@ -25,7 +25,6 @@ others, and the warm start has to have learned them. It is
     --workdir=runs/judged --config.train.init=runs/skills
 
 for a baseline (match=0,mismatch=0), too. At full size the template is `judge`.
-The algorithm is GRPO.
 """
 
 from ml_collections import ConfigDict
@@ -98,3 +97,4 @@ def _check(config, fields):
 
 
 judgements.needs, judgements.check = ('supporting',), _check
+judgements.observes = True

@@ -57,6 +57,9 @@ def imitated(logps, old_logps, advantages):
   return logps
 
 
+imitated.imitates = True  # whatever its group earns
+
+
 async def scaffolded(questions, services, *, traces, hint_rounds):
   """The sampler. meta has `hint`, its turns, and `round`."""
   attempt = functools.partial(services.fresh, services.slots())

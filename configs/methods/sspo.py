@@ -6,9 +6,8 @@ arXiv 2608.12764; its parent by token: RLSD, arXiv 2604.03128. Delta_t is log T
 multiplied by w = exp(sign(A) Delta), Delta the sum over its turn, at most 1.2,
 in trajectories that are not right; the others are GRPO's. Arguments:
 
-  arm      sspo
-           rlsd: by token, in every trajectory, w within 1 -+ 0.2, and half of
-           the credit stays uniform
+  arm      sspo; rlsd: by token, in every trajectory, w within 1 -+ 0.2, and
+           half of the credit stays uniform
   pool     of Delta over a turn: sum; mean, which long turns do not saturate
   others   True: the evidence of another question, a control
   every    steps between two copies of the policy, which the teacher is; up to
@@ -44,21 +43,18 @@ def get_config(arg=None):
 
 def change(c, a):
   c.name = a.arm
-  kw = dict(core.chosen('arm', a.arm, ARMS)) | dict(right=RIGHT)
+  kw = core.chosen('arm', a.arm, ARMS) | dict(right=RIGHT, eps=1e-6, ddof=1)
   ablations.choose(a, pool=('sum', 'mean'))
   if a.arm == 'sspo':
     kw['pool'] = a.pool
-  kw |= dict(eps=1e-6, ddof=1)
-  name = 'configs.methods.sspo.weighed'
-  fields = dict(advantage=name, advantage_kw=kw, aggregation='token')
-  core.set_algorithm(c, algorithms.GRPO | fields)
-  c.teacher.context = 'anchors'
+  fields = dict(advantage='configs.methods.sspo.weighed', advantage_kw=kw)
+  core.set_algorithm(c, algorithms.GRPO | fields | dict(aggregation='token'))
+  c.teacher.context, c.teacher.others = 'anchors', a.others
   some = kw['wrong']  # the teacher of RLSD is told of no wrong answer
   told = dict(right=RIGHT, wrong='not' if some else '', everyone=not some)
   c.teacher.context_kw = ConfigDict(told)
   core.make_room(c)
   c.teacher.weights, c.teacher.every = 'copy', a.every
-  c.teacher.others = a.others
 
 
 def weighed(
@@ -94,8 +90,7 @@ def weighed(
       total = total / np.bincount(turns[turns >= 0], minlength=len(total))
     delta = structure.over_tokens(total)
   out = []
-  turns = structure.turns
-  for x, earned, d, turn in zip(a, score, delta, turns, strict=True):
+  for x, earned, d, turn in zip(a, score, delta, structure.turns, strict=True):
     w = np.clip(np.exp(np.clip(np.sign(x) * d, -20.0, 20.0)), least, most)
     w = np.ones(len(d)) if wrong and earned >= right else 1 + share * (w - 1)
     out.append((x * w * (turn >= 0)).astype(np.float32))

@@ -299,6 +299,7 @@ def _train(config, workdir: str) -> dict[str, float]:
         learned |= given.metrics | dict(batch.counts)
         metrics |= {f'{role}/{k}': v for k, v in learned.items()}
         records[role] = learner.record(batch, outputs, given, role)
+      learner.move_teacher(run.step)
       pool.add([q for q in found.asked if q.source != game.DUMMY], found.shares)
       sampler.finish()
       pool.tick(run.step + 1)

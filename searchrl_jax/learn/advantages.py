@@ -37,6 +37,7 @@ What the config check has to know of a function are attributes of it:
       with rollout.group = 1 it would give 0 for ever.
     divides_by_spread = True: it divides by a deviation within a cell, which
       would blow up the noise of a KL in the reward (`algorithm.kl`).
+    observes = True: it reads what a source has answered.
     needs, check: see `data.checks.require_needs` and `checks`.
     targets(values, valid, [arrays], *, fields) -> B arrays [n]: what its critic
       learns, from some of its own fields; the default is `lambda_returns`.
@@ -453,7 +454,16 @@ def zero(values, valid, group_ids):
   return np.zeros(len(valid), np.float32)
 
 
+def _check_distilled(config, fields):
+  n, outcome = config.rollout.group, fields['outcome']
+  what = (
+    f'config.rollout.group={n}: outcome={outcome} compares trajectories of '
+  )
+  lookup.require(n >= 2 or not outcome, what + 'one question; use 2 or more')
+
+
 distilled.divides_by_spread = True  # type: ignore[attr-defined]
+distilled.check = _check_distilled  # type: ignore[attr-defined]
 _divides = (grpo, grpo_within, reinforce_pp_baseline, lite_ppo, turn_normalised)
 for _fn in _divides:
   _fn.divides_by_spread = True  # type: ignore[attr-defined]

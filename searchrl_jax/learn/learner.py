@@ -283,8 +283,6 @@ class Learner:
           self._flops += flops.update_flops(self.cfg, mini)
           metrics |= learned
         per_update.append(metrics)
-    if role == [*self._roles][-1]:
-      self._move_teacher(run.step)
     # Not every update has tokens at every depth.
     names = dict.fromkeys(name for metrics in per_update for name in metrics)
     found = {k: [m[k] for m in per_update if k in m] for k in names}
@@ -292,7 +290,8 @@ class Learner:
     join = lambda name: np.max if largest(name) else rewards.mean
     return {name: join(name)(values) for name, values in found.items()}
 
-  def _move_teacher(self, step: int) -> None:
+  def move_teacher(self, step: int) -> None:
+    """Moves a teacher's own weights, after all updates of a step."""
     teacher, new = self._config.teacher, self._state.params
     if self._teacher_weights == 'ema':
       self._teacher = _towards(self._teacher, new, np.float32(teacher.rate))

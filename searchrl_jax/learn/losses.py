@@ -314,7 +314,13 @@ def mixed(
 def _check_mixed(config, fields):
   a, env = config.algorithm, config.env
   with lookup.of('config.algorithm.foreign_objective'):
-    lookup.function('searchrl_jax.learn', fields['foreign_objective'])
+    fn = lookup.function('searchrl_jax.learn', fields['foreign_objective'])
+  imitates = getattr(fn, 'imitates', False)
+  lookup.require(
+    not (imitates and a.drop_zero_variance),
+    'config.algorithm.drop_zero_variance leaves out groups of equal rewards, '
+    f'from which {fields["foreign_objective"]} learns: set it to False',
+  )
   lookup.require(
     not env.train_observations,
     'config.env.train_observations: the policy did not sample observations '

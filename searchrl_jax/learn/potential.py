@@ -11,6 +11,7 @@ config.batch.lengths keeps the level before it.
 With `swaps` = k each observation is also replaced by k others of the step that
 share no passage with it, and `swapped` is the mean of their levels: what the
 answer would be worth had something else been found there.
+`train/gold_unswapped` counts observations without any.
 
 config.teacher.weights are those that score, at config.rollout.temperature. An
 advantage function that takes `gold` has `needs = ('answers',)`.
@@ -70,9 +71,11 @@ def ask(batch: StepBatch, config, env, *, shards: int, seed):
     del own
     score = wanted.scores(minis, scored)
     levels = [_levels(score, *place) for place in places]
+    alone = sum(int(np.isnan(x.swapped).sum()) for x in levels)
     return levels, {
-      'teacher_rows': float(len(wanted.rows)),
-      'teacher_too_long': float(wanted.too_long),
+      'gold_rows': float(len(wanted.rows)),
+      'gold_too_long': float(wanted.too_long),
+      'gold_unswapped': float(alone),
     }
 
   return minis, read

@@ -88,6 +88,7 @@ class Rows(NamedTuple):
 
   trajectories: Sequence[Trajectory]
   taught: np.ndarray  # bool [B]
+  untold: int  # kept ones without a hint, or with several contexts
   too_long: int  # hints that did not fit
 
 
@@ -123,10 +124,13 @@ def check(config) -> None:
     "distance is a mean over tokens; use 'token'",
   )
   template = prompts.load(config.env.template)
-  known = [*template.kinds, prompts.CALL, 'information', 'other']
+  known = [*template.kinds, 'other']
+  if config.env.information != 'policy':
+    known.remove('information')  # which the policy does not write
   for kind in c.columns.kinds:
     hint = lookup.near(kind, known)
-    lookup.require(kind in known, f'config.teacher.columns.kinds: {hint}')
+    message = f'config.teacher.columns.kinds: {kind!r}: {hint}'
+    lookup.require(kind in known, message)
   lookup.require_fields('config.teacher.context_kw', context(c), c.context_kw)
   lookup.require_format('config.teacher.frame', c.frame, 'text', 'hint')
 
@@ -208,7 +212,16 @@ def told_rows(batch: StepBatch, config, env) -> Rows:
       told[i] = _told(told[i], hint, c.frame, env)
       taught[i] = sum(len(s.ids) for s in told[i].trained) <= longest
       too_long += not taught[i]
-  return Rows(told, taught, too_long)
+  untold = int(batch.kept.sum() - taught.sum()) - too_long
+  return Rows(told, taught, untold, too_long)
+
+
+def _counts(rows: Rows) -> dict[str, float]:
+  return {
+    'teacher_rows': float(rows.taught.sum()),
+    'teacher_untold': float(rows.untold),
+    'teacher_too_long': float(rows.too_long),
+  }
 
 
 Hint = str | tuple[str, str]
@@ -253,17 +266,34 @@ def _told(t: Trajectory, hint: str, frame: str, env) -> Trajectory:
 
 
 def hinted(question: types.Question, hint: str, frame: str) -> types.Question:
-  """The question with a hint in its text, and in its last user message."""
+  """The question with a hint in its text, and in its last user message.
 
-  def show(text: str) -> str:
-    shown = frame.format(text=text, hint=hint)
-    return shown if hint else shown.rstrip(' ')
-
+  Without one ('') a frame that has the question leaves it as it is.
+  """
+  bare = not hint and '{text}' in frame
+  show = lambda text: text if bare else frame.format(text=text, hint=hint)
   messages = [dict(m) for m in question.messages]
   for m in [m for m in messages if m['role'] == 'user'][-1:]:
     m['content'] = show(m['content'])
   told = dict(text=show(question.text), messages=(*messages,))
   return dataclasses.replace(question, **told)
+
+
+def plainly(t: Trajectory, question: types.Question, state, **meta):
+  """A trajectory of a hinted question, trained behind the plain one's prompt.
+
+  Args:
+    question: the plain one, of which the trajectory is from now on.
+    state: with which an attempt at it begins.
+    meta: is added to the trajectory's.
+  """
+  prompt = tuple(s for s in state.segments if s.author == 'prompt')
+  return dataclasses.replace(
+    t,
+    question=question,
+    train_context=(*prompt, *(s for s in t.segments if s.author != 'prompt')),
+    meta={**t.meta, 'hinted': True, **meta},
+  )
 
 
 def _response(t: Trajectory) -> tuple:
@@ -302,11 +332,7 @@ def deltas(
   taught = [m for m, ok in zip(masks, rows.taught) if ok]
   tokens = sum(int(m.sum()) for m in taught)
   size = sum(float(np.abs(d).sum()) for d in values)
-  return values, {
-    'teacher_rows': float(rows.taught.sum()),
-    'teacher_too_long': float(rows.too_long),
-    'teacher_delta_abs': size / max(tokens, 1),
-  }
+  return values, _counts(rows) | {'teacher_delta_abs': size / max(tokens, 1)}
 
 
 def compare(
@@ -348,11 +374,8 @@ def compare(
     batching.packed(own, asked.weights, np.float32),
   )
   out = [[update.Told(*of) for of in zip(*mini)] for mini in zip(*parts)]
-  return out, {
-    'teacher_rows': float(rows.taught.sum()),
-    'teacher_too_long': float(rows.too_long),
-    'teacher_tokens': float(sum((w > 0).sum() for w in asked.weights)),
-  }
+  tokens = float(sum((w > 0).sum() for w in asked.weights))
+  return out, _counts(rows) | {'teacher_tokens': tokens}
 
 
 # Hints.

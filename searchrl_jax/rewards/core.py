@@ -21,6 +21,7 @@ groups. It shares the event loop with the rollouts: what blocks for long goes to
                   groups of all processes and what the function gave them, and
                   may raise
   needs_judge     True if it asks the judge, which config.judge.url then names
+  observes        True if it reads what a source has answered
 
 `compares_group`, `needs_step` and `needs_judge` may be functions of the fields.
 
@@ -124,11 +125,33 @@ def check(config: ConfigDict, questions: Iterable[Question] = ()) -> None:
       with lookup.of(f'config.reward.{name}', RewardError):
         function.check(config, fields)
     require(
+      not _is('observes', function, fields) or observes(config),
+      f'config.reward.{name} is about {UNOBSERVED}',
+    )
+    require(
       not _is('needs_judge', function, fields) or config.judge.url,
       f'config.reward.{name} needs a judge, but config.judge.url is empty: '
       'set it to the URL of an OpenAI-compatible server',
     )
   checks.require_needs(_users(terms), questions)
+
+
+UNOBSERVED = (
+  "what a source answers, which is known of config.env.information='source' "
+  "alone, and of every sampler but 'sessions'"
+)
+
+
+def observes(config: ConfigDict) -> bool:
+  """Whether observations of a source are in segments of their own.
+
+  Not what the policy wrote in their place, nor what a program has read.
+
+  Args:
+    config: the whole config.
+  """
+  opaque = getattr(lookup.sampler(config.rollout.sampler), 'opaque', False)
+  return config.env.information == 'source' and not opaque
 
 
 async def combine(

@@ -30,6 +30,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
+from searchrl_jax import lookup
 from searchrl_jax.rewards import equivalence, scores
 from searchrl_jax.rewards.core import RewardContext, require
 from searchrl_jax.types import SEARCH, Group, Question, Rewards, Trajectory
@@ -88,6 +89,7 @@ def check(config, fields) -> None:
     RewardError: names the field, its value and the fix.
   """
   n, m, rollout = fields['votes'], fields['train'], config.rollout
+  sample = lookup.sampler(rollout.sampler)
   require(
     n == rollout.group and n >= 2,
     f'votes={n} with config.rollout.group={rollout.group}: all samples of a '
@@ -99,7 +101,7 @@ def check(config, fields) -> None:
     'is meaningless for the few questions of a refill; use refill=0',
   )
   require(
-    rollout.sampler not in ('revise', 'traces'),
+    not any(hasattr(sample, name) for name in ('foreign', 'cells')),
     f'votes={n} with config.rollout.sampler={rollout.sampler!r}: a group has '
     "verdicts or traces of others, which are no votes; use 'chains'",
   )

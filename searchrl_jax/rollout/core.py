@@ -9,7 +9,7 @@ It returns one group for each question, in order, whose trajectories are those
 of `services.names`, so that identities are unique. `services` has what every
 sampler needs, and closes at the end the handles that are still open. Set
 `fn.check = f` for a function f(config.rollout) that raises on fields that
-cannot work.
+cannot work, and `fn.opaque = True` if what is read stands in no observation.
 
 An attempt may start from a prompt, from another prompt than it is trained with
 (a hint: `Trajectory.train_context`), or from what `turn` returned for another
@@ -95,6 +95,8 @@ class RolloutStats:
   carried_tokens: int = 0  # of earlier contexts, computed again in these
   traces: int = 0  # foreign trajectories, whole or in part; see the sampler
   traces_left_out: int = 0
+  hinted: int = 0  # attempts with a hint in their prompt; see the sampler
+  hints_left_out: int = 0
   engine_seconds: float = 0.0  # sum of waiting for the engine
   search_seconds: float = 0.0  # sum of waiting for the source
   trajectory_seconds: float = 0.0  # sum of durations
@@ -466,20 +468,14 @@ class Services:
 
 
 def sampler(config: ConfigDict) -> functools.partial:
-  """The sampler of config.rollout, with its fields.
-
-  config.sampler is the module of a function `sample` in searchrl_jax.rollout,
-  or the dotted path of a function.
+  """The sampler of config.rollout (`lookup.sampler`), with its fields.
 
   Raises:
     ConfigError: there is no such function, config.rollout lacks a field of it,
       or the fields cannot work.
   """
-  where, name = 'config.rollout.sampler', config.sampler
-  with lookup.of(where):
-    name = name if '.' in name else f'{name}.sample'
-    fn = lookup.function('searchrl_jax.rollout', name)
-  given = lookup.arguments(fn, config, where)
+  fn = lookup.sampler(config.sampler)
+  given = lookup.arguments(fn, config, 'config.rollout.sampler')
   if hasattr(fn, 'check'):
     fn.check(config)
   return functools.partial(fn, **given)

@@ -116,6 +116,9 @@ async def sample(
   return services.groups(questions)
 
 
+sample.opaque = True  # type: ignore[attr-defined]
+
+
 def check(config: ConfigDict) -> None:
   """Refuses a program that there is not.
 

@@ -375,13 +375,18 @@ def test_a_frozen_proposer_that_trained_on_is_refused(url, tmp_path):
 
 
 @pytest.mark.long
-def test_the_solver_may_wait(url, tmp_path):
+def test_the_solver_may_wait(url, tmp_path, monkeypatch):
   config = tiny(
     url, **{'selfplay.solver_from': 1, 'train.steps': 2, 'checkpoint.every': 0}
+  )
+  moved, move = [], train.Learner.move_teacher
+  monkeypatch.setattr(
+    train.Learner, 'move_teacher', lambda *a: moved.append(a[1]) or move(*a)
   )
   train.train(config, str(tmp_path))
   first, second = lines(tmp_path / 'metrics.jsonl')
   assert 'solver/loss' not in first and 'solver/loss' in second
+  assert moved == [0, 1], 'a teacher follows the policy in every step'
 
 
 @pytest.mark.long

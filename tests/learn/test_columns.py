@@ -7,14 +7,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from searchrl_jax import checks
 from searchrl_jax.learn import (
   batching,
+  learner,
   losses,
   objectives,
   optim,
   teacher,
   update,
 )
+from searchrl_jax.lookup import ConfigError
 from searchrl_jax.models import decoder
 from tests.learn import test_teacher as by_hand
 from tests.methods import group as hand
@@ -170,6 +173,31 @@ def test_the_update_has_the_gradient_of_the_full_computation(kind):
   )
   for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(wanted)):
     np.testing.assert_allclose(a, b, atol=2e-5, rtol=2e-3)
+
+
+@pytest.mark.parametrize(
+  'fields, message',
+  [
+    # Neither is written by the policy: one has another template, the other is
+    # a source's.
+    ({'teacher.columns.kinds': ('tool_call',)}, 'columns.kinds.*tool_call'),
+    ({'teacher.columns.kinds': ('information',)}, 'columns.kinds.*informat'),
+    ({'algorithm.aggregation': 'sequence'}, "aggregation='sequence'"),
+    # A group of equal rewards has a distance.
+    ({'algorithm.drop_zero_variance': True}, 'drop_zero_variance'),
+  ],
+)
+def test_columns_that_cannot_work_are_refused(fields, message):
+  checks.check(config())
+  with pytest.raises(ConfigError, match=message):
+    checks.check(config(**fields))
+
+
+def test_more_ids_than_the_vocabulary_has_are_refused():
+  c = config()
+  c.teacher.columns.k = by_hand.CFG.vocab_size + 1
+  with pytest.raises(ConfigError, match='k=301 ids of a vocabulary of 300'):
+    learner.Learner(c, by_hand.CFG, None)
 
 
 def test_golden_distances():

@@ -67,7 +67,8 @@ def test_levels_are_those_of_the_model_called_on_each_history(aliases, first):
     np.testing.assert_allclose(own.real, wanted, atol=2e-5)
     assert not own.swapped.size
   # The prompt is scored once for the group: 1 + 2 + 2 histories.
-  assert metrics == {'teacher_rows': 5 * len(golds), 'teacher_too_long': 0}
+  counts = {'gold_too_long': 0, 'gold_unswapped': 0}
+  assert metrics == counts | {'gold_rows': 5 * len(golds)}
 
 
 @pytest.mark.slow
@@ -75,7 +76,9 @@ def test_swapped_levels_are_of_other_observations_in_the_same_place():
   c = config(**{'teacher.gold.swaps': 2})
   # RIGHT has read ax, by; WRONG xz, axz; the other question's ab.
   batch = by_hand.step(c=c)
-  found, _ = levels(batch, c)
+  found, metrics = levels(batch, c)
+  alone = sum(np.isnan(own.swapped).sum() for own in found)
+  assert metrics['gold_unswapped'] == alone > 0
   reads = {
     i: [s for s in t.trained if s.kind == 'information']
     for i, t in enumerate(batch.trajectories)
@@ -100,7 +103,7 @@ def test_what_does_not_fit_keeps_the_level_before_it():
   fits = [len(text) + len('<answer> Ann') <= 192 for text in cuts(hand.RIGHT)]
   assert fits == [True, True, False]
   np.testing.assert_allclose(found[0].real, [-2, -2, -2])
-  assert metrics['teacher_too_long'] == 2  # of WRONG too
+  assert metrics['gold_too_long'] == 2  # of WRONG too
   # Nothing is scored of what is in no batch.
   lost = dataclasses.replace(wide, kept=np.array([True, True, False]))
   [asked] = teacher.ask(lost, c, hand.ENV, shards=1, seed=3)

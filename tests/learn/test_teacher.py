@@ -119,6 +119,7 @@ def test_with_its_own_prompt_every_delta_is_0_to_the_bit():
     assert not d.any()
   assert metrics == {
     'teacher_rows': 5,
+    'teacher_untold': 0,
     'teacher_too_long': 0,
     'teacher_delta_abs': 0,
   }
@@ -132,6 +133,7 @@ def test_deltas_are_those_of_the_model_called_on_each_sequence():
   told = rows(batch, c)
   # The right ones are sole successes of their groups: nobody shows them one.
   assert told.taught.tolist() == [False, True, True, False, True]
+  assert told.untold == 2
   found, _ = deltas(batch, c)
   for i, (t, mask) in enumerate(zip(batch.trajectories, batch.masks)):
     if not told.taught[i]:
@@ -148,6 +150,16 @@ def test_deltas_are_those_of_the_model_called_on_each_sequence():
     wanted[~mask] = 0
     np.testing.assert_allclose(found[i], wanted, atol=2e-5)
     assert np.abs(found[i]).max() > 1e-3
+
+
+def test_without_a_hint_a_question_is_as_it_was_to_the_space():
+  said = ({'role': 'user', 'content': 'who? '},)
+  question = dataclasses.replace(OTHER, text=' who? ', messages=said)
+  assert teacher.hinted(question, '', '{text} {hint}') == question
+  # A frame may leave the question out.
+  assert teacher.hinted(question, '', '{hint}').text == ''
+  told = teacher.hinted(question, 'psst', '{text}{hint}')
+  assert (told.text, told.messages[0]['content']) == (' who? psst', 'who? psst')
 
 
 def test_golden_deltas():
@@ -175,7 +187,7 @@ def test_what_has_no_teacher_is_counted_and_says_nothing():
   batch = step()
   told = rows(batch, c)
   assert told.taught.tolist() == [False, False, True, True, True]
-  assert told.too_long == 2
+  assert (told.untold, told.too_long) == (0, 2)
   # Several contexts: their prompts are not this one.
   t = hand.RIGHT
   n = len(t.segments[0].ids)
@@ -184,6 +196,7 @@ def test_what_has_no_teacher_is_counted_and_says_nothing():
   c = config(**{'env.max_contexts': 2})
   batch = step(((several, hand.WRONG),), (1, 0), c)
   assert rows(batch, c).taught.tolist() == [False, True]
+  assert rows(batch, c).untold == 1
   c.algorithm.advantage = 'grpo'
   assert teacher.ask(batch, c, hand.ENV, shards=1, seed=3) == []
 
@@ -336,6 +349,16 @@ KW = {'algorithm.advantage_kw': dict(scale=1.0, outcome=0.0, eps=1e-6, ddof=1)}
       'fewest',
     ),
     ({'teacher.context': 'own', 'engine.record_routes': True}, 'record_routes'),
+    (
+      {
+        'algorithm.advantage': 'distilled',
+        'algorithm.advantage_kw': KW['algorithm.advantage_kw']
+        | {'outcome': 1.0},
+        'teacher.context': 'own',
+        'rollout.group': 1,
+      },
+      'rollout.group=1: outcome=1.0',
+    ),
   ],
 )
 def test_fields_that_cannot_work_are_refused(fields, field):

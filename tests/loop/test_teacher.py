@@ -5,6 +5,7 @@ import json
 from ml_collections import ConfigDict
 import pytest
 
+from configs.methods import ig_search, trace
 from searchrl_jax import train
 from searchrl_jax.learn import update
 from tests import tiny
@@ -54,6 +55,21 @@ def test_distributions_in_the_loss(url, tmp_path):
   free, held = far[1e-3], far[1e3]
   assert abs(free[0]) < 1e-6 < free[-1]
   assert held[-1] < free[-1] / 2, (free, held)
+
+
+@pytest.mark.parametrize('method', [trace, ig_search])
+def test_the_golden_answer_is_scored_in_every_step(url, tmp_path, method):
+  like, c = method.get_config(), config(url, 'frozen')
+  for name in 'advantage', 'advantage_kw':
+    c.algorithm[name] = like.algorithm[name]
+  c.teacher.context, c.teacher.gold = '', like.teacher.gold
+  train.train(c, str(tmp_path))
+  steps = [json.loads(x) for x in (tmp_path / 'metrics.jsonl').open()]
+  trained = [s for s in steps if 'train/gold_rows' in s]
+  assert len(trained) == c.train.steps
+  for s in trained:
+    assert s['train/gold_rows'] > 0 == s['train/gold_too_long']
+    assert s['train/grad_norm'] > 0
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,9 @@ import pytest
 
 from configs.methods import clip_delta
 from searchrl_jax import checks
+from searchrl_jax.data.checks import DataError
 from searchrl_jax.lookup import ConfigError
+from searchrl_jax.types import Question
 from tests.methods import group as hand
 
 
@@ -49,5 +51,7 @@ def test_its_config():
   c = clip_delta.get_config('kind=clip,eta=0.2')
   assert c.reward.steps.eta == 0.2 and 'em' in c.reward
   checks.check(c)
+  with pytest.raises(DataError, match='supporting passages'):
+    checks.check_data(c, [Question('q', 'who?', ('Ann',))])
   with pytest.raises(ConfigError, match="kind='cut'"):
     clip_delta.get_config('kind=cut')

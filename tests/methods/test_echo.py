@@ -2,14 +2,18 @@
 
 import dataclasses
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from configs.methods import echo
 from searchrl_jax import checks
-from searchrl_jax.learn import advantages, batching
+from searchrl_jax.learn import advantages, batching, update
 from searchrl_jax.lookup import ConfigError
+from searchrl_jax.models import decoder
 from searchrl_jax.text import structure
+from tests.learn import test_teacher as by_hand
 from tests.methods import group as hand
 
 VALID = np.ones(3, bool)
@@ -79,6 +83,47 @@ def test_feedback_is_not_learnt():
   got, masks, s = found(lost, valid=VALID[:1], outcome=(0,))
   assert masks[0].sum() > (s.turns[0] >= 0).sum()
   assert not got[0].any()
+
+
+@pytest.mark.slow
+def test_the_update_is_grpos_and_a_cross_entropy():
+  """Through the trainer, beside autodiff of the model on each sequence."""
+  group = observed()
+  a, _, s = found(group, scale=0.3)
+  batch, u = by_hand.step((group,), (1, 0, 0)), by_hand.updater()
+  [mini] = batch.minibatches
+  filled = batching.set_advantages(mini, a)
+  # The first update of a step; the weight of tokens that were sampled is 1.
+  state = u.init(update.copy(by_hand.params()))
+  old = u.outputs(by_hand.params(), [filled])
+  filled = [
+    dataclasses.replace(b, behaviour_logps=np.where(
+      np.isnan(b.behaviour_logps), np.nan, x)) for b, x in zip(filled, old[0])
+  ]  # fmt: skip
+  grads, _ = u.grads(state, filled)
+  plain = advantages.grpo(np.array([1.0, 0, 0]), VALID, [0] * 3)
+  wrote = [turns >= 0 for turns in s.turns]
+  read = [np.zeros(len(w), bool) for w in wrote]
+  for tokens, spans in zip(read, s.spans, strict=True):
+    for span in spans:
+      tokens[span.start : span.end] = span.observes
+  p, o = (sum(x.sum() for x in of) for of in (wrote, read))
+
+  def loss(params):
+    out = 0.0
+    for t, x, own, other in zip(group, plain, wrote, read, strict=True):
+      ids = jnp.asarray(by_hand.ids_of(t))[None]
+      hidden = decoder.hidden_states(params, by_hand.CFG, ids)
+      logits = decoder.logits(params, by_hand.CFG, hidden)[0]
+      logp = jax.nn.log_softmax(logits.astype(jnp.float32))[:-1]
+      logp = jnp.take_along_axis(logp, ids[0, 1:, None], 1)[:, 0]
+      out -= x / p * jnp.where(own[1:], logp, 0).sum()
+      out -= 0.3 / o * jnp.where(other[1:], logp, 0).sum()
+    return out
+
+  wanted = jax.grad(loss)(by_hand.params())
+  for x, y in zip(jax.tree.leaves(grads), jax.tree.leaves(wanted)):
+    np.testing.assert_allclose(x, y, atol=2e-5, rtol=2e-3)
 
 
 def test_its_config():

@@ -3,13 +3,14 @@
 import asyncio
 import dataclasses
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from configs.methods import guide
 from searchrl_jax import checks, schema
 from searchrl_jax.data.checks import DataError
-from searchrl_jax.learn import batching
+from searchrl_jax.learn import batching, objectives
 from searchrl_jax.lookup import ConfigError
 from searchrl_jax.rollout import chains
 from searchrl_jax.types import Question, Rewards
@@ -55,6 +56,7 @@ def knows_with_a_hint(history, seed):
 def test_a_question_without_a_success_is_asked_again_and_trained_plainly():
   found, env = play(knows_with_a_hint)
   assert found.stats.generations == 3 * 2 + 3 * 4
+  assert (found.stats.hinted, found.stats.hints_left_out) == (3 * 2, 0)
   for i, group in enumerate(found.groups):
     prompt = env.reset(HINTED[i])[0].segments[0].ids.tolist()
     for t in group:
@@ -74,6 +76,19 @@ def test_a_hint_without_room_is_left_out():
   long = [dataclasses.replace(q, meta={'hint': 'x' * 4000}) for q in QUESTIONS]
   found, _ = play(lambda history, seed: '<answer>no</answer>', long)
   assert not any(t.meta.get('hinted') for g in found.groups for t in g)
+  assert (found.stats.hinted, found.stats.hints_left_out) == (0, 6)
+
+
+def test_golden_losses():
+  """-min(pi / pi with the hint, 2) A: e^-1 1, e^.5 1, and 2 for e^2, x -1."""
+  c = guide.get_config()
+  plain, hinted = np.array([[-2, -1, -0.5]]), np.array([[-1, -1.5, -2.5]])
+  arrays = dict(
+    mask=np.ones((1, 3), bool), behaviour_logps=hinted, old=plain, ref=plain,
+    advantages=np.array([[1.0, 1, -1]]),
+  )  # fmt: skip
+  loss, _ = objectives.policy(c).fn(jnp.asarray(plain), plain, arrays)
+  np.testing.assert_allclose(loss, [[-np.exp(-1), -np.exp(0.5), 2]], rtol=1e-5)
 
 
 def test_its_config_and_what_it_needs():

@@ -7,8 +7,10 @@ import pytest
 
 from configs.methods import ig_search
 from searchrl_jax import checks
+from searchrl_jax.data.checks import DataError
 from searchrl_jax.learn.potential import Levels
 from searchrl_jax.lookup import ConfigError
+from searchrl_jax.types import Question
 from tests.methods import group as hand
 
 S, _ = hand.arrays()
@@ -44,6 +46,8 @@ def test_its_config():
   c = ig_search.get_config('swaps=2')
   assert (c.teacher.gold.swaps, c.teacher.gold.first) == (2, 3.0)
   checks.check(c)
+  with pytest.raises(DataError, match='golden answers'):
+    checks.check_data(c, [Question('q', 'who?')])
   c.teacher.gold.swaps = 0
   with pytest.raises(ConfigError, match='swaps=0'):
     checks.check(c)

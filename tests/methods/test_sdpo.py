@@ -4,7 +4,7 @@ import numpy as np
 
 from configs.methods import sdpo
 from searchrl_jax import checks
-from searchrl_jax.learn import batching, teacher
+from searchrl_jax.learn import advantages, batching, teacher
 from searchrl_jax.types import Rewards
 from tests.methods import group as hand
 
@@ -36,6 +36,18 @@ def test_the_teacher_reads_what_the_policy_has_read():
   assert kinds.count(('environment', 'information')) == 2
   shown = hand.ENV.tokenizer.decode(told[0].ids.tolist())
   assert 'who wrote it' in shown and 'who?' in shown
+
+
+def test_golden():
+  # GRPO of 1 and 0 is +-.5 / sqrt(.5) = +-.70711, of which half is added to
+  # Delta; without a teacher Delta is 0.
+  delta = [np.array([0.5, 0, -0.25]), np.zeros(2)]
+  args = np.array([1.0, 0]), [True, True], [0, 0], delta
+  for outcome, wanted in ((0.0, 0.0), (0.5, 0.353553)):
+    c = sdpo.get_config(f'outcome={outcome}').algorithm
+    right, wrong = advantages.distilled(*args, **c.advantage_kw)
+    np.testing.assert_allclose(right, delta[0] + wanted, atol=2e-6)
+    np.testing.assert_allclose(wrong, -wanted, atol=2e-6)
 
 
 def test_its_config():

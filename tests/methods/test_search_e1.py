@@ -4,7 +4,7 @@ import numpy as np
 
 from configs.methods import search_e1
 from searchrl_jax import checks
-from searchrl_jax.learn import advantages, batching, teacher
+from searchrl_jax.learn import advantages, batching, losses, teacher
 from searchrl_jax.types import Rewards
 from tests.methods import group as hand
 
@@ -26,6 +26,15 @@ def test_the_shortest_right_one_is_shown():
   assert rows.taught.tolist() == [True, True, False]  # it is the shortest
   assert c.teacher.weights == 'frozen' and c.algorithm.advantage == 'zero'
   assert c.teacher.columns.distance == 'forward'
+
+
+def test_golden():
+  # S = .5 .3 and .2 of the rest, T = .25 .5 .25: sum of T log(T / S).
+  c = search_e1.get_config().teacher.columns
+  log_s, log_t = np.log([[[0.5, 0.3]]]), np.log([[[0.25, 0.5]]])
+  found = losses.distance(log_s, log_t, c.distance, c.alpha)
+  wanted = 0.25 * np.log(0.5) + 0.5 * np.log(0.5 / 0.3) + 0.25 * np.log(1.25)
+  np.testing.assert_allclose(found, [[wanted]], rtol=1e-5)
 
 
 def test_there_is_no_policy_gradient():

@@ -167,6 +167,9 @@ def test_its_config_and_what_it_needs():
   checks.check(seele.get_config('rounds=4,within=True'))
   with pytest.raises(ConfigError, match="group=8.*equal 'round'"):
     checks.check(seele.get_config('rounds=8,within=True'))
+  c.algorithm.drop_zero_variance = True
+  with pytest.raises(ConfigError, match='drop_zero_variance.*imitated'):
+    checks.check(c)
   with pytest.raises(DataError, match='facts'):
     checks.check_data(c, [Question('q', 'who?', ('Ann',))])
   full = seele.get_config('base=search_r1,model=x')

@@ -7,6 +7,7 @@ from configs.methods import tips
 from searchrl_jax import checks
 from searchrl_jax.data.checks import DataError
 from searchrl_jax.learn import advantages
+from searchrl_jax.learn.potential import Levels
 from searchrl_jax.types import Question
 from tests.methods import group as hand
 from tests.methods.test_trace import GOLD
@@ -32,6 +33,17 @@ def test_golden():
   want = advantages.gae(*args[:5], **plain)
   for a, b in zip(none, want, strict=True):
     np.testing.assert_array_equal(a, b)
+
+
+def test_what_was_not_scored_is_not_the_best():
+  """The release gives 0, above every log-prob, where its scorer fails."""
+  values = hand.outcome(hand.GROUP, [1, 0, 0])
+  unknown = Levels(np.full(3, np.nan), np.array([]))
+  none = tips._shaped(values, S, [unknown, *GOLD[1:]], 0.02)
+  np.testing.assert_array_equal(none[0], values[0])
+  some = tips._shaped(values, S, GOLD, 0.02)
+  assert some[0].sum() > none[0].sum()
+  np.testing.assert_array_equal(none[1], some[1])
 
 
 def test_the_critic_learns_the_shaped_returns():

@@ -243,7 +243,13 @@ def test_further_rounds_are_refused():
     vote.check(c, dict(votes=4, train=2, match='text'))
 
 
-@pytest.mark.parametrize('sampler', ['revise', 'traces'])
+@pytest.mark.parametrize(
+  'sampler',
+  [
+    *('revise', 'traces', 'searchrl_jax.rollout.traces.sample'),
+    'configs.methods.seele.scaffolded',
+  ],
+)
 def test_verdicts_and_traces_are_no_votes(sampler):
   c = schema.base()
   c.rollout.update(group=4, sampler=sampler)

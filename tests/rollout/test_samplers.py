@@ -24,7 +24,8 @@ from tests.fakes import (
   make_env,
   searcher,
 )
-from tests.rollout.test_chains import QUESTIONS, of_question, seen
+from tests.rollout.test_chains import QUESTIONS as PLAIN
+from tests.rollout.test_chains import of_question, seen
 
 pytestmark = pytest.mark.slow
 
@@ -33,7 +34,13 @@ SAMPLERS = {
   'tree': dict(sampler='tree', group=6, trees=2, rounds=1),
   'rounds': dict(sampler='tree', group=5, trees=1, rounds=2),
   'best': dict(sampler='tests.samplers.best', group=2, attempts=3),
-  'hinted': dict(sampler='tests.samplers.hinted', group=2, hint='psst'),
+  'guided': dict(
+    sampler='configs.methods.guide.guided',
+    group=2,
+    hint_key='hint',
+    hint_frame='{text} {hint}',
+    mismatch_alarm=0.0,
+  ),
   'traces': dict(sampler='traces', group=3, traces='tests.samplers.told'),
   'revise': dict(sampler='revise', group=4, refiner='micro_refiner'),
   'behind': dict(
@@ -50,8 +57,9 @@ SAMPLERS = {
     grounded=False,
   ),
 }
+QUESTIONS = [dataclasses.replace(q, meta={'hint': 'psst'}) for q in PLAIN]
 # How many trajectories depend on each other, if more than one.
-DEPEND = {'tree': 3, 'rounds': 5, 'hinted': 2, 'traces': 3, 'revise': 2}
+DEPEND = {'tree': 3, 'rounds': 5, 'guided': 2, 'traces': 3, 'revise': 2}
 DEPEND |= {'behind': 4, 'critiqued': 4}
 EVERY = pytest.mark.parametrize('name', SAMPLERS)
 
@@ -72,14 +80,26 @@ async def length(groups, step):
   )
 
 
+async def told(groups, step):
+  """`length`, but 0 of every other question that is asked without its hint."""
+  found = await length(groups, step)
+  known = [
+    int(t.question.id[1:]) % 2 or 'psst' in t.question.text
+    for group in groups
+    for t in group
+  ]
+  return dataclasses.replace(found, value=found.value * np.array(known, bool))
+
+
 def start(questions=QUESTIONS, *, engine, source=None, env=None, **kw):
+  guided = 'guided' in kw['config'].sampler
   return chains.rollout(
     questions,
     env=env or make_env(),
     engine=engine,
     source=source or FakeSource(),
     seed=0,
-    reward=length,
+    reward=told if guided else length,
     **dict(step=5) | kw,
   )
 
@@ -344,37 +364,6 @@ def test_rewards_between_rounds_choose():
         role='judge',
       )
     )  # fmt: skip
-
-
-def test_a_hint_is_sampled_with_and_not_trained_with():
-  def script(history, seed):
-    even = int(history.split('\n')[0].split()[3]) % 2 == 0
-    return f'<answer>{"right" if even or "psst" in history else "no"}</answer>'
-
-  async def reward(groups, step):
-    flat = [t for group in groups for t in group]
-    value = [env.answer(t) == 'right' for t in flat]
-    return Rewards(np.array(value, np.float32), np.ones(len(flat), bool))
-
-  env = make_env()
-  found = asyncio.run(
-    chains.rollout(
-      QUESTIONS, env=env, engine=FakeEngine(script), source=FakeSource(),
-      config=config('hinted'), seed=0, step=5, reward=reward,
-    )
-  )  # fmt: skip
-  assert found.stats.generations == 3 * 2 + 3 * 4
-  for i, group in enumerate(found.groups):
-    prompt = env.reset(QUESTIONS[i])[0].segments[0].ids
-    for t in group:
-      assert t.question == QUESTIONS[i] and env.answer(t) == 'right'
-      sampled = ByteTokenizer().decode(t.segments[0].ids)
-      assert ('psst' in sampled) == (i % 2 == 1)
-      [row] = batching.tokens_of(0, t)
-      assert row.ids[: len(prompt)].tolist() == prompt.tolist()
-      ids, logps, _ = zip(*turns(t)[0])
-      assert row.ids[len(prompt) :].tobytes() == b''.join(ids)
-      assert row.logps[len(prompt) :].tobytes() == b''.join(logps)
 
 
 @pytest.mark.parametrize(
