@@ -451,13 +451,18 @@ def show(
   found: Mapping[str, Mapping[str, Mapping[str, float]]],
   columns: Sequence[str] = COLUMNS,
 ) -> str:
-  """Markdown: a line per arm of a phase, with the means of its metrics."""
+  """Markdown: a line per arm of a phase, with the means of its metrics.
+
+  In brackets, how many runs have a metric that not all have.
+  """
   lines = [['arm', 'seeds', *columns], ['---'] * (2 + len(columns))]
   for arm, cases in found.items():
     line = [arm, str(len(cases))]
     for name in columns:
       column = [*verdicts.by_case(found, arm, name).values()]
-      line.append(str(figures.interval(column)) if column else '')
+      cell = str(figures.interval(column)) if column else ''
+      some = f' ({len(column)})' if 0 < len(column) < len(cases) else ''
+      line.append(cell + some)
     lines.append(line)
   return _markdown(lines)
 

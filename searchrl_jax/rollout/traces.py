@@ -18,7 +18,8 @@ Question.meta they are a list of traces, each a list of (kind, text) as in
 A trace is left out, and the policy plays, where it does not fit config.env or
 does not follow the protocol, where a service fails, or where its searches do
 not find what it goes on to state, Question.supporting. `rollout/traces` counts
-those that are played for a group, `rollout/traces_left_out` the others.
+those that have a place in a group, `rollout/traces_left_out` those that were
+left out.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -14,7 +14,7 @@ Of several processes, process 0 alone writes all this but the trajectories, of
 which each writes a share.
 
 A thread writes trajectories, one step at a time. The call for the next step
-waits for the previous one and raises its error. Call `flush` before saving a
+waits for the previous one and raises its error. Call `sync` before saving a
 checkpoint, so that a resumed run finds the trajectories of all earlier steps.
 """
 

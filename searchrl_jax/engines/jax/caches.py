@@ -2,8 +2,8 @@
 
 Axis letters: B slots or rows, T tokens, S cache positions, N/K query/kv heads,
 G = N / K, H head dim. The caches of a layer (`axes`), or the `states.State` of
-a delta net, are donated by the programs of `engines.decode`: scatters write in
-place.
+a delta net, are donated by the programs of `engines.jax.decode`: scatters
+write in place.
 """
 
 import functools
