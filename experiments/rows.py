@@ -38,7 +38,7 @@ from experiments import common, table
 from experiments.table import Bar
 from searchrl_jax import lookup, schema
 from searchrl_jax.run import command
-from searchrl_jax.store import records
+from searchrl_jax.store import folders, records
 from searchrl_jax.sweep import core, figures
 from searchrl_jax.sweep import runner as sweep
 from searchrl_jax.sweep.core import Arm, Start, Sweep, evaluation
@@ -148,7 +148,9 @@ def write(
   }
   again = _merged(row, workdir, core.REPLICATION, known.get('again', {}))
   if again:
-    bars = table.judge(row.bars, again)
+    # A bar compares arms over the seeds that all of them have.
+    cases = {case for own in again.values() for case in own['seeds']}
+    bars = table.judge(row.bars, again, dict.fromkeys(again, len(cases)))
     record['replication'] = {'arms': again, 'bars': bars}
   if out:
     records.write_json(out, record)
@@ -211,7 +213,14 @@ def run(module: str, out: str, keep: bool = False, **by: str) -> None:
   )
   chosen = sweep.chosen(row, flags.FLAGS.only, flags.FLAGS.seeds)
   planned = core.needed(row, chosen, kept)
-  results = lambda: write(row, folder, out, environment, known=known, **by)
+
+  def results():
+    if not (keep and out):
+      return write(row, folder, out, environment, **by)
+    with folders.locked(pathlib.Path(out).parent, wait=True):
+      known = earlier(row, out)  # another command may have added to it
+      return write(row, folder, out, environment, known=known, **by)
+
   figures.collect(row, folder)  # also checks the arms that are not chosen
   parallel = flags.FLAGS.parallel
   try:

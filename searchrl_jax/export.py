@@ -16,7 +16,7 @@ import pathlib
 
 from absl import flags
 
-from searchrl_jax import lookup
+from searchrl_jax import checks, lookup
 from searchrl_jax.evaluate import files
 from searchrl_jax.models import lora, parameters, pretrained
 from searchrl_jax.run import build, command
@@ -95,7 +95,7 @@ def export(
   lookup.require(cfg.moe and not adapter or not stacked, message)
   mesh = build.any_mesh(config)
   params = parameters.restore(config, workdir, cfg, mesh, str(step))
-  card = {'README.md': model_card(config, workdir, step, adapter)}
+  card = {'README.md': model_card(config, workdir, step, adapter, which)}
   if adapter:
     message = f'--adapter: {workdir} has none (config.model.lora.rank=0)'
     lookup.require(cfg.lora, message)
@@ -167,8 +167,13 @@ def chat_template(config, tok) -> str:
   )
 
 
-def model_card(config, workdir: str, step: int, adapter: bool) -> str:
-  """What a model is, what it was trained on and how well it does."""
+def model_card(
+  config, workdir: str, step: int, adapter: bool, which: str = 'latest'
+) -> str:
+  """What a model is, what it was trained on and how well it does.
+
+  which: of the checkpoints; what 'best' was selected by is not reported.
+  """
   c, folder = config, pathlib.Path(workdir)
   base = c.model.path
   start = c.train.init or base
@@ -178,14 +183,16 @@ def model_card(config, workdir: str, step: int, adapter: bool) -> str:
   for line in map(json.loads, lines):
     if 'eval/em/low' in line and line['step'] < step:
       values = [('while it trained', line['step'] + 1, c.data.eval, line)]
-  if c.source.module == simulated.SIMULATED:
-    values = []  # its searches were told the golden answers
+  selected = checks.selecting(c) if which == 'best' else ''
+  if c.source.module == simulated.SIMULATED or selected:
+    values = []  # its searches were told the golden answers, or chose the step
   for path in sorted(folder.glob('*/eval.json')):
     found = json.loads(path.read_text())
     if found.get('checkpoint') != step:
       continue
     about = files.read_manifest(path.with_name(files.MANIFEST))
-    if about.get('source') != simulated.SIMULATED:
+    clean = about.get('source') != simulated.SIMULATED
+    if clean and selected not in about['sets']:
       values.append((path.parent.name, step, about['sets'], found))
   figures = [
     f'| {name} | {", ".join(asked)} | {at} | {v["eval/em"]:.3f} | '

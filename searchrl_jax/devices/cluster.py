@@ -427,10 +427,12 @@ def on_all(error: E) -> E:
 
 
 def code() -> str:
-  """A digest of the package's source files."""
-  root, digest = pathlib.Path(__file__).parents[1], hashlib.sha256()
-  for path in sorted(root.rglob('*.py')):
-    digest.update(str(path.relative_to(root)).encode() + path.read_bytes())
+  """A digest of the source files of the package, and of what is beside it."""
+  package, digest = pathlib.Path(__file__).parents[1], hashlib.sha256()
+  root = package.parent
+  for folder in (package, root / 'configs', root / 'experiments'):
+    for path in sorted(folder.rglob('*.py')):
+      digest.update(str(path.relative_to(root)).encode() + path.read_bytes())
   return digest.hexdigest()[:16]
 
 

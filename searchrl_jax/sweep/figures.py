@@ -208,8 +208,18 @@ def versions(runs: Mapping[str, Mapping]) -> str:
   return f'Made by different code. {"; ".join(parts)}' if parts[1:] else ''
 
 
+def _same_questions(*evaluations: pathlib.Path) -> bool:
+  """Whether evaluations asked the same, as far as they say what they asked."""
+  paths = [folder / 'eval_ids.json' for folder in evaluations]
+  said = [json.loads(p.read_text())['sets'] for p in paths if p.exists()]
+  return all(sets == said[0] for sets in said)
+
+
 def of_run(sweep: Sweep, arm: Arm, folder: pathlib.Path) -> dict:
-  """The figures of a complete run: seconds, commit, values and curve."""
+  """The figures of a complete run: seconds, commit, values and curve.
+
+  A gain is of the same questions, before training and after it.
+  """
 
   def kept(values):
     return {
@@ -228,9 +238,10 @@ def of_run(sweep: Sweep, arm: Arm, folder: pathlib.Path) -> dict:
     before = kept(steps[0]) if steps[0]['step'] == -1 else {}
     before = {k: v for k, v in before.items() if not k.startswith('sampled/')}
     if before:
+      values = {'before': before, **values}
+    if before and _same_questions(folder / 'run', folder / 'after'):
       both = [k for k in values['after'] if k in before]
-      gain = {k: values['after'][k] - before[k] for k in both}
-      values = {'before': before, **values, 'gain': gain}
+      values['gain'] = {k: values['after'][k] - before[k] for k in both}
     points = curve(folder / 'run', sweep.curves)
   return {**_about(folder), 'values': values, 'curve': points}
 

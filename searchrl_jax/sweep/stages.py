@@ -193,14 +193,16 @@ def _run_stage(sweep, stage: str, workdir: pathlib.Path, url: str) -> None:
   run = str(folder / 'run')
   if not (folder / 'done.json').exists():
     content = {'config': plain, 'contents': contents(sweep, stage, workdir)}
+    # Before it trains: files may change meanwhile.
+    commit = writer.environment()['commit'] or 'none'
+    about = {'commit': commit, 'code': cluster.code()}
     if arm is None or arm.train:
       with clock('train'):
         loop = lookup.function('searchrl_jax', arm.loop) if arm else sft.sft
         loop(config, run)
       if arm:
         content['loop'] = arm.loop
-    content['commit'] = writer.environment()['commit'] or 'none'
-    records.write_json(folder / 'done.json', content | {'code': cluster.code()})
+    records.write_json(folder / 'done.json', content | about)
   if arm is None:
     return
   # An arm without training is its warm start, or a Hugging Face folder ('').

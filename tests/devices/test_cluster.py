@@ -282,3 +282,17 @@ def test_a_trajectory_travels_without_what_an_environment_read():
   sent.parsed[object()] = lambda: 'no pickle'
   got = pickle.loads(pickle.dumps(sent))
   assert got == sent and got.parsed == {}
+
+
+def test_code_is_of_recipes_and_experiments_too(tmp_path, monkeypatch):
+  package = tmp_path / 'searchrl_jax' / 'devices' / 'cluster.py'
+  recipe, other = tmp_path / 'configs' / 'a.py', tmp_path / 'tests' / 'b.py'
+  for path in package, recipe, other:
+    path.parent.mkdir(parents=True)
+    path.write_text('1')
+  monkeypatch.setattr(cluster, '__file__', str(package))
+  seen = [cluster.code()]
+  for path in other, recipe, package:
+    path.write_text('2')
+    seen.append(cluster.code())
+  assert seen[0] == seen[1] and len({*seen}) == 3

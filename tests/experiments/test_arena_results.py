@@ -724,7 +724,9 @@ def test_a_stopped_phase_keeps_what_is_complete(tmp_path):
 
 
 @pytest.mark.parametrize('steps, kept', [(20, True), (14, False)])
-def test_a_folder_of_another_config_is_not_kept(tmp_path, steps, kept):
+def test_a_folder_of_another_config_is_not_kept(
+  tmp_path, monkeypatch, steps, kept
+):
   found, stage = arms.get_sweep('tune'), 'arms/grpo/100'
   config = stages.config_of(found, stage, tmp_path)
   config.train.steps = steps
@@ -738,8 +740,16 @@ def test_a_folder_of_another_config_is_not_kept(tmp_path, steps, kept):
     records.write_json(tmp_path / stage / name, {'train': 1.0})
   (tmp_path / stage / 'run').mkdir()
   (tmp_path / stage / 'run' / 'metrics.jsonl').write_text('{"step": 0}\n')
+  about = dict(config='a', commit='b', seconds=1.0, rewards=[], values={'x': 1})
+  of_run = run.figures.of_run
+
+  def meanwhile(*args):  # another phase saves a row of its own
+    run.save_runs(tmp_path, {'report': {'grpo': {'0': about}}})
+    return of_run(*args)
+
+  monkeypatch.setattr(run.figures, 'of_run', meanwhile)
   runs = run.keep(found, {stage}, 'tune', tmp_path, tmp_path)
-  assert ('tune' in runs) == kept
+  assert ('tune' in runs) == kept == ('report' in runs)
   assert run.load_runs(tmp_path) == runs
 
 

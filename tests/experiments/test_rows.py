@@ -308,6 +308,22 @@ def test_seeds_that_the_table_does_not_list_replicate_it_beside(tmp_path):
   assert [(b['value'], b['holds']) for b in again['bars']] == [(0.25, False)]
 
 
+def test_bars_of_a_replication_compare_the_same_seeds(tmp_path):
+  row = row_of(arm('trained', seeds=(0,)), arm('random', seeds=(0,)))
+  em = lambda at, name: at(name, 'after', 'eval/em').mean
+  gain = lambda at: em(at, 'trained') - em(at, 'random')
+  row = dataclasses.replace(row, bars=[table.Bar('gain', gain, 0.0)])
+  for stage in 'trained/11', 'trained/12', 'random/11':
+    complete(row, tmp_path, f'arms/{stage}', 0.0, 0.5)
+  values = lambda: [
+    (bar['value'], bar['holds'])
+    for bar in rows.write(row, tmp_path, '', {})['replication']['bars']
+  ]
+  assert values() == [(None, False)]
+  complete(row, tmp_path, 'arms/random/12', 0.0, 0.25)
+  assert values() == [(0.125, True)]
+
+
 def test_a_table_runs_in_pieces_of_its_json(tmp_path):
   def of(**fields):
     later = lambda seed: core.changed(tiny_row.config, fields, seed)

@@ -6,6 +6,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from searchrl_jax.lookup import ConfigError
+from searchrl_jax.store import records
 from searchrl_jax.sweep import core, figures
 from tests import tiny
 from tests.sweep.tiny_sweep import complete
@@ -138,6 +139,24 @@ def config(seed):
   c = tiny.config()
   c.seed = seed
   return c
+
+
+def test_a_gain_is_of_the_same_questions(tmp_path):
+  made = core.sweep(config, [('base', {})], seeds=(0,), warm=False)
+  stage = tmp_path / 'arms/base/0'
+  complete(made, tmp_path, 'arms/base/0', 0.25, 0.75)
+
+  def gain(**asked):
+    for part, ids in asked.items():
+      content = {'sets': {'dev': {'ids': ids}}}
+      records.write_json(stage / part / 'eval_ids.json', content)
+    found = figures.of_run(made, made.arm('base'), stage)['values']
+    assert found['before']['eval/em'] == 0.25
+    return found.get('gain', {}).get('eval/em')
+
+  assert gain() == 0.5  # neither says what it asked
+  assert gain(run=['a', 'b'], after=['a', 'b']) == 0.5
+  assert gain(after=['c']) is None
 
 
 def test_a_tidy_file_and_a_table_keep_purposes_apart(tmp_path):
