@@ -69,11 +69,9 @@ def check(config: ConfigDict) -> None:
     f'rollout.sampler={r.sampler!r} does not play: use another',
   )
   _check_foreign(config, sample)
-  lookup.require(
-    not ('gold' in taken or getattr(fn, 'observes', False))
-    or rewards.observes(config),
-    f'{advantage} is about {rewards.UNOBSERVED}',
-  )
+  reads = 'source' if 'gold' in taken else getattr(fn, 'observes', '')
+  blind = rewards.unobserved(config, reads)
+  lookup.require(not blind, f'{advantage}: {blind}')
   lookup.require(
     r.top_p >= 1 and r.top_k <= 0,
     f'config.rollout.top_p={r.top_p}, top_k={r.top_k}: the trainer scores with '

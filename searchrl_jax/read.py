@@ -322,9 +322,9 @@ class Run:
     """The policy's last answer, as `SearchEnv.answer` finds it."""
     template, mode = self._template, self.config.data.prompt
     begun = untrusted.begun(template, trajectory.question, mode)
-    found = parser.blocks(
-      trajectory.segments, template, self.tokenizer, begun=begun
-    )
+    history = trajectory.before if trajectory.by_program else None
+    made_of = trajectory.segments, template, self.tokenizer
+    found = parser.blocks(*made_of, begun=begun, history=history)
     noted = trajectory.meta.get('noted', ())
     return parser.answer(found, self.config.env.answer, noted)
 

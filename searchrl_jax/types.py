@@ -229,6 +229,11 @@ class Trajectory:
     return any(s.author == 'teacher' for s in self.trained)
 
   @property
+  def by_program(self) -> bool:
+    """Whether a program asked for its replies (`rollout.sessions`)."""
+    return 'edits' in self.meta
+
+  @property
   def trained(self) -> tuple[Segment, ...]:
     """The segments that the trainer sees."""
     return self.segments if self.train_context is None else self.train_context

@@ -72,23 +72,35 @@ def test_every_method_changes_every_base(name):
   assert name == 'grpo' or (ROOT / f'tests/methods/test_{name}.py').exists()
 
 
-READING = 'trace igpo gigpo calib_adv echo clip_delta inforage reseek'.split()
+READING = (
+  'trace igpo gigpo calib_adv echo clip_delta inforage reseek global_rag '
+  'r_search'
+).split()
+PROGRAM = {
+  'rollout.sampler': 'sessions',
+  'rollout.program': 'tests.tiny.config',
+}
 
 
 @pytest.mark.parametrize('name', READING)
-@pytest.mark.parametrize(
-  'fields',
-  [
-    {'env.information': 'policy'},
-    {'rollout.sampler': 'sessions', 'rollout.program': 'tests.tiny.config'},
-  ],
-)
+@pytest.mark.parametrize('fields', [{'env.information': 'policy'}, PROGRAM])
 def test_what_reads_observations_is_refused_without_any(name, fields):
   c = importlib.import_module(f'configs.methods.{name}').get_config()
   c.update_from_flattened_dict(fields)
-  with pytest.raises(ValueError, match='about what a source answers'):
+  (field, value), *_ = fields.items()
+  with pytest.raises(ValueError, match=f'{field}={value!r}'):
     rewards.check(c)
     checks.check(c)
+
+
+def test_a_format_is_not_read_in_what_a_program_asks():
+  c = tiny.config()
+  form = dict(fn='answer.format_valid', weight=0.2, require_think=False)
+  c.reward.format = form
+  rewards.check(c)
+  c.update_from_flattened_dict(PROGRAM)
+  with pytest.raises(rewards.RewardError, match="reward.format.*'sessions'"):
+    rewards.check(c)
 
 
 @pytest.mark.parametrize(

@@ -147,5 +147,5 @@ def _check(config, fields):
 
 
 calibrated.needs, calibrated.check = _needs, _check
-calibrated.needs_group = calibrated.observes = True
+calibrated.needs_group, calibrated.observes = True, 'source'
 calibrated.divides_by_spread = True

@@ -57,4 +57,4 @@ async def reward(groups, context, *, kind: str, eta: float, scale: float):
   return Rewards(tuple(value), found.valid, 'segment', found.parts)
 
 
-reward.needs, reward.observes = progress.supporting.needs, True
+reward.needs, reward.observes = progress.supporting.needs, 'source'

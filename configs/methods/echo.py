@@ -88,4 +88,4 @@ def _check(config, fields):
 
 with_observations.check = _check
 with_observations.needs_group = with_observations.divides_by_spread = True
-with_observations.observes = True
+with_observations.observes = 'source'

@@ -91,4 +91,4 @@ def two_levels(
 
 
 two_levels.needs_group = two_levels.divides_by_spread = True
-two_levels.observes = True
+two_levels.observes = 'source'

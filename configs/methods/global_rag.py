@@ -98,3 +98,4 @@ def _check(config, fields):
 
 
 reward.needs, reward.check = ('meta.facts', 'meta.parallel'), _check
+reward.observes = 'source'

@@ -96,4 +96,4 @@ def _check(config, fields):
 
 
 reward.needs, reward.check = ('answers', 'supporting'), _check
-reward.compares_group, reward.observes = ablations.shuffles, True
+reward.compares_group, reward.observes = ablations.shuffles, 'source'

@@ -79,4 +79,4 @@ def _check(config, fields):
   ablations.choose(fields, version=('sound', 'as_released'))
 
 
-form.check = _check
+form.check, form.observes = _check, 'source'

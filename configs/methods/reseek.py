@@ -97,4 +97,4 @@ def _check(config, fields):
 
 
 judgements.needs, judgements.check = ('supporting',), _check
-judgements.observes = True
+judgements.observes = 'source'

@@ -52,7 +52,7 @@ async def binary(
   return _scored(groups, context, format_weight, lambda score: score == 1.0)
 
 
-graded.needs = ('answers',)
+graded.needs, graded.observes = ('answers',), 'any'
 binary.needs = ('answers',)
 
 

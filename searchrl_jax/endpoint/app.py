@@ -214,7 +214,7 @@ def make(sessions: Sessions, tokenizer) -> Starlette:
     if not 0 < len(queries) <= QUERIES:
       what = f'queries: expected a list of texts, at most {QUERIES}'
       raise HttpError(400, what, 'queries')
-    found = await own.search(queries, k)
+    found = await _unless_gone(http, own.search(queries, k))
     hits = [[*map(_hit, one.passages)] for one in found]
     # In ASCII: a passage may hold half of a surrogate pair, which has no UTF-8.
     content = json.dumps({'result': hits})

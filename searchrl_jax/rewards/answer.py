@@ -123,6 +123,8 @@ async def search_r1_format(
 
 for _function in (em, f1, each_attempt, search_r1_format):
   _function.needs = ('answers',)
+for _function in (format_valid, search_r1_format):
+  _function.observes = 'any'
 
 # Blocks that may follow, state -> {kind: next state}.
 _STRICT = {

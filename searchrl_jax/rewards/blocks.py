@@ -266,6 +266,7 @@ def _needs_reader(fields: Mapping[str, Any]) -> tuple[str, ...]:
 states_answer.needs = ('answers',)
 states_answer.check = check_block
 informs.needs, informs.check = _needs_reader, _check_reader
+informs.observes = 'source'
 informs.needs_judge, informs.check_step = _asks_judge, _check_readings
 outcome_or_evidence.needs = _needs_evidence
 outcome_or_evidence.check = _check_evidence

@@ -21,7 +21,8 @@ groups. It shares the event loop with the rollouts: what blocks for long goes to
                   groups of all processes and what the function gave them, and
                   may raise
   needs_judge     True if it asks the judge, which config.judge.url then names
-  observes        True if it reads what a source has answered
+  observes        'source' if it reads what a source has answered; 'any' if
+                  also what the policy may write in its place
 
 `compares_group`, `needs_step` and `needs_judge` may be functions of the fields.
 
@@ -124,10 +125,8 @@ def check(config: ConfigDict, questions: Iterable[Question] = ()) -> None:
     if hasattr(function, 'check'):
       with lookup.of(f'config.reward.{name}', RewardError):
         function.check(config, fields)
-    require(
-      not _is('observes', function, fields) or observes(config),
-      f'config.reward.{name} is about {UNOBSERVED}',
-    )
+    blind = unobserved(config, getattr(function, 'observes', ''))
+    require(not blind, f'config.reward.{name}: {blind}')
     require(
       not _is('needs_judge', function, fields) or config.judge.url,
       f'config.reward.{name} needs a judge, but config.judge.url is empty: '
@@ -136,22 +135,24 @@ def check(config: ConfigDict, questions: Iterable[Question] = ()) -> None:
   checks.require_needs(_users(terms), questions)
 
 
-UNOBSERVED = (
-  "what a source answers, which is known of config.env.information='source' "
-  "alone, and of every sampler but 'sessions'"
-)
-
-
-def observes(config: ConfigDict) -> bool:
-  """Whether observations of a source are in segments of their own.
-
-  Not what the policy wrote in their place, nor what a program has read.
+def unobserved(config: ConfigDict, observes: str) -> str:
+  """Why a function with this attribute `observes` has nothing to read, or ''.
 
   Args:
     config: the whole config.
   """
-  opaque = getattr(lookup.sampler(config.rollout.sampler), 'opaque', False)
-  return config.env.information == 'source' and not opaque
+  name, own = config.rollout.sampler, config.env.information
+  if observes and getattr(lookup.sampler(name), 'opaque', False):
+    return (
+      f'config.rollout.sampler={name!r} records no observations, of which it '
+      "is: what a program has read has no kind; use 'chains'"
+    )
+  if observes == 'source' and own != 'source':
+    return (
+      f"config.env.information={own!r}: it is about a source's observations; "
+      "use 'source'"
+    )
+  return ''
 
 
 async def combine(

@@ -226,5 +226,6 @@ def _check_restrain(config, fields) -> None:
 
 found.check, covered.check = _check_found, _check_covered
 restrain.check, restrain.needs = _check_restrain, ('meta.start_votes',)
+found.observes = covered.observes = 'source'
 for _fn in (found, covered, restrain):
   _fn.check_step, _fn.compares_group = vote.check_step, True

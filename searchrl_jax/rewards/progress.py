@@ -191,4 +191,4 @@ def _needs_step(fields: Mapping[str, Any]) -> bool:
 
 progress.check, progress.needs = check, _needs  # type: ignore[attr-defined]
 progress.needs_step = _needs_step  # type: ignore[attr-defined]
-progress.observes = True  # type: ignore[attr-defined]
+progress.observes = 'source'  # type: ignore[attr-defined]

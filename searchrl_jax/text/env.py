@@ -283,7 +283,8 @@ class SearchEnv:
       asked = trajectory.question, self.prompt_mode
       begun = untrusted.begun(self.template, *asked)
       made_of = trajectory.segments, self.template, self.tokenizer
-      parsed[self] = parsing.blocks(*made_of, None, begun)
+      history = trajectory.before if trajectory.by_program else None
+      parsed[self] = parsing.blocks(*made_of, None, begun, history)
     return parsed[self]
 
   def answer(self, trajectory: types.Trajectory) -> str | None:
@@ -673,12 +674,12 @@ class SearchEnv:
       end = [self._calls.end]  # the turn did not end itself
     used = min(state.used + counts, c.max_turns)
     note = self._note_before(used)
-    of_note = kind if note is self._head else 'other'
     left = self._limit(state) - state.length - len([*end, *ids, *note])
     if counts and left < c.max_turn_tokens and self._more(state):
       ask = ask or c.on_full
     if ask:  # then the note stands before the turn that follows
       note = self._notes[ask][0]
+    of_note = kind if note is self._head else 'other'
     train = bool(c.train_observations)
     pairs = (end, 'other'), (ids, kind), (note, of_note)
     parts = [(new, 'environment', kind) for new, kind in pairs]

@@ -19,7 +19,7 @@ its position. The kind of a token outside blocks is not certain while its first
 byte may be the start of a tag.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 import dataclasses
 import functools
 import itertools
@@ -30,6 +30,8 @@ import numpy as np
 
 from searchrl_jax.text.prompts import OUTSIDE
 from searchrl_jax.types import ACTORS, Segment
+
+_TAIL = 64  # tokens that an opening tag at the end of a prompt lies in
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,6 +189,7 @@ def blocks(
   tokenizer,
   known: Sequence[Block] | None = None,
   begun: str = '',
+  history: Callable[[int], np.ndarray] | None = None,
 ) -> tuple[Block, ...]:
   """Returns the blocks after the prompt.
 
@@ -195,16 +198,22 @@ def blocks(
   unless it is white space. Observations of the environment have kind
   'information' (the text between the tags), its feedback has kind 'other'.
   known: the policy's blocks, if the rollout has kept them. begun: see `start`.
+  history: ids that the policy had read when it had n, where a chat template may
+  open a thought in any turn (`Trajectory.before`).
   """
   tags, before = tags_of(template), b''
   out: list[Block] = []
-  turn = -1
-  for own, run in itertools.groupby(segments, lambda s: s.author in ACTORS):
+  turn, n = -1, 0
+  for own, group in itertools.groupby(segments, lambda s: s.author in ACTORS):
+    run = [*group]
+    at, n = n, n + sum(len(s.ids) for s in run)
     if own:
       turn += 1
       if known is not None:
         out += [block for block in known if block.turn == turn]
         continue
+      if turn and history:
+        before = _bytes(history(at)[-_TAIL:].tolist(), tokenizer)
       own_begun = '' if turn else begun
       parser = start(tags, before.decode('utf-8', 'replace'), own_begun)
       ids = itertools.chain.from_iterable(s.ids.tolist() for s in run)

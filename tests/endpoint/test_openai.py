@@ -1,11 +1,13 @@
 """The endpoint as OpenAI's own client sees it."""
 
+import asyncio
 import json
 
+import httpx
 import openai
 import pytest
 
-from tests.endpoint.scripted import call, play
+from tests.endpoint.scripted import Calls, Says, call, play, served
 from tests.endpoint.test_sessions import EOS, Tokens, user
 
 FIND = {
@@ -134,3 +136,27 @@ def test_the_end_of_a_turn_is_a_token_of_the_policy():
     assert [s.ids[-1] for s in own] == [EOS, EOS]
 
   play(chat, 'one', 'two')
+
+
+def test_a_search_that_a_program_gave_up_is_none():
+  """Its client may ask again; the first one is neither kept nor a failure."""
+  ended = []
+
+  async def find(queries, k, turn):
+    try:
+      await asyncio.sleep(60)
+    finally:
+      ended.append(queries)
+
+  async def main():
+    async with served(Says(), Calls(), find=find) as (url, session):
+      about = {'Authorization': f'Bearer {session.key}'}
+      async with httpx.AsyncClient(headers=about, timeout=0.3) as client:
+        with pytest.raises(httpx.ReadTimeout):
+          where = url.replace('/v1', '/retrieve')
+          await client.post(where, json={'queries': ['who']})
+      while not ended:
+        await asyncio.sleep(0.01)
+      assert session.trajectory().searches == () and not session.broken
+
+  asyncio.run(main())

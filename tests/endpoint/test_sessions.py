@@ -2,6 +2,7 @@
 
 import asyncio
 import collections
+import dataclasses
 import types as namespaces
 
 from hypothesis import given, settings
@@ -14,7 +15,7 @@ from searchrl_jax.endpoint.sessions import Busy, Closed, Request, Session
 from searchrl_jax.engines.core import Completion, Sampling
 from searchrl_jax.learn import batching
 from searchrl_jax.text.chat import ChatError
-from searchrl_jax.types import Question, length
+from searchrl_jax.types import Context, Question, Segment, Trajectory, length
 from tests import fakes
 
 EOS = fakes.EOS
@@ -230,6 +231,43 @@ def test_an_error_of_the_source_is_kept():
   with pytest.raises(TypeError):
     asyncio.run(session.search(['who'], 3))
   assert 'with a bug' in str(session.broken)
+
+
+@pytest.mark.parametrize('asked_again', [False, True])
+@pytest.mark.parametrize(
+  'said, answer',
+  [
+    # In the thought that the chat template has opened, nothing is an answer.
+    ('maybe <answer>Paris</answer>?</think>\nI do not know.', None),
+    ('no need to <search> again.</think>\n<answer>Paris</answer>', 'Paris'),
+  ],
+)
+def test_a_chat_template_opens_a_thought_in_every_turn(
+  said, answer, asked_again
+):
+  env = fakes.make_env()
+  parts = [
+    ('prompt', 'who?\n<think>\n'),
+    ('policy', 'hm</think>\nwell'),
+    ('environment', '\nsure?\n<think>\n'),
+    ('policy', said),
+  ]
+  ids = [np.array([*text.encode()], np.int32) for _, text in parts]
+  contexts = ()
+  if asked_again:  # all but the last token is the prompt of a context
+    start = len(ids[0]) + len(ids[1])
+    contexts = (Context(start, np.concatenate(ids[:3])[:-1], 'edit'),)
+    ids[2] = ids[2][-1:]
+  segments = tuple(
+    Segment(own, author, 'other', train=author == 'policy')
+    for own, (author, _) in zip(ids, parts)
+  )
+  about = dict(contexts=contexts, turns=2, meta={'edits': []})
+  t = Trajectory(Question('q', 'who?'), segments, (), 'answer', **about)
+  assert env.answer(t) == answer
+  # A turn of the native environment begins outside.
+  plain = dataclasses.replace(t, meta={}, contexts=())
+  assert env.answer(plain) == (None if answer else 'Paris')
 
 
 def test_contexts_are_counted():

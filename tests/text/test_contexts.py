@@ -135,6 +135,9 @@ def test_a_summary_replaces_the_history_when_the_context_is_full():
   assert [c.reason for c in t.contexts] == ['summary', 'summary']
   first = text(env, seen[0])
   assert text(env, seen[1]).endswith('</information>\n\nSay what you know.\n')
+  # What asks for it is no observation.
+  found = [s for s in t.segments if s.kind == 'information']
+  assert found and not any('Say' in text(env, s.ids) for s in found)
   assert text(env, seen[2]) == f'{first}{note}\nGo on.\n'
   assert text(env, seen[4]) == f'{first}{note}\nGo on.\n'
   blocks = [(b.kind, b.turn) for b in env.blocks(t) if b.author == 'policy']
