@@ -148,9 +148,7 @@ def write(
   }
   again = _merged(row, workdir, core.REPLICATION, known.get('again', {}))
   if again:
-    # A bar compares arms over the seeds that all of them have.
-    cases = {case for own in again.values() for case in own['seeds']}
-    bars = table.judge(row.bars, again, dict.fromkeys(again, len(cases)))
+    bars = table.judge(row.bars, again, paired=True)
     record['replication'] = {'arms': again, 'bars': bars}
   if out:
     records.write_json(out, record)
@@ -201,16 +199,20 @@ def run(module: str, out: str, keep: bool = False, **by: str) -> None:
     for arm, own in known[seeds].items()
     for case in own
   }
-  gone = [
-    stage
-    for stage in known['stale']
-    if not (folder / stage / 'done.json').exists()
-  ]
-  lookup.require(
-    not gone,
-    f'--keep: {out} has runs that had other configs, or none on record: '
-    f'{", ".join(gone)}; give another --out, or remove them from it',
-  )
+
+  def require_kept(known):
+    gone = [
+      stage
+      for stage in known['stale']
+      if not (folder / stage / 'done.json').exists()
+    ]
+    lookup.require(
+      not gone,
+      f'--keep: {out} has runs that had other configs, or none on record: '
+      f'{", ".join(gone)}; give another --out, or remove them from it',
+    )
+
+  require_kept(known)
   chosen = sweep.chosen(row, flags.FLAGS.only, flags.FLAGS.seeds)
   planned = core.needed(row, chosen, kept)
 
@@ -219,6 +221,7 @@ def run(module: str, out: str, keep: bool = False, **by: str) -> None:
       return write(row, folder, out, environment, **by)
     with folders.locked(pathlib.Path(out).parent, wait=True):
       known = earlier(row, out)  # another command may have added to it
+      require_kept(known)
       return write(row, folder, out, environment, known=known, **by)
 
   figures.collect(row, folder)  # also checks the arms that are not chosen

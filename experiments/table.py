@@ -39,18 +39,26 @@ class Bar:
 
 
 def judge(
-  bars: Sequence[Bar], arms: Mapping[str, dict], planned: Mapping[str, int] = {}
+  bars: Sequence[Bar],
+  arms: Mapping[str, dict],
+  planned: Mapping[str, int] = {},
+  paired: bool = False,
 ) -> list[dict]:
   """The bars; one whose arm is not complete has no value and does not hold.
 
-  planned: of an arm, the number of its seeds.
+  planned: of an arm, the number of its seeds. paired: the arms of a bar have to
+  have the same seeds.
   """
+  looked: set[frozenset] = set()  # the seeds of the arms of a bar
 
   def look(arm: str, variant: str, score: str, less: str = '') -> Interval:
     for name in filter(None, (arm, less)):
       seeds = arms.get(name, {}).get('seeds', {})
       if len(seeds) < planned.get(name, 0):
         raise Missing(f'{name}: {len(seeds)} of {planned[name]} seeds')
+      looked.add(frozenset(seeds))
+    if paired and len(looked) > 1:
+      raise Missing(f'{arm}: other seeds than those of another arm')
     try:
       if less:
         mine, theirs = (arms[name]['seeds'] for name in (arm, less))
@@ -62,6 +70,7 @@ def judge(
 
   out = []
   for bar in bars:
+    looked.clear()
     try:
       value = bar.value(look)
     except Missing:

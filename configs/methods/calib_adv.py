@@ -147,5 +147,6 @@ def _check(config, fields):
 
 
 calibrated.needs, calibrated.check = _needs, _check
-calibrated.needs_group, calibrated.observes = True, 'source'
+calibrated.needs_group = True
+calibrated.observes = lambda fields: 'source' if fields['soft'] else ''
 calibrated.divides_by_spread = True

@@ -100,4 +100,4 @@ def _check(config, fields):
 
 
 reward.needs, reward.check = _needs, _check
-reward.compares_group = ablations.shuffles
+reward.compares_group, reward.observes = ablations.shuffles, 'searches'

@@ -103,6 +103,7 @@ def _check(config, fields):
 
 
 reward.needs, reward.check = efficiency.needs, _check
+reward.observes = 'searches'
 reward.compares_group = lambda fields: (
   fields['form'] == 'grpo' or ablations.shuffles(fields)
 )

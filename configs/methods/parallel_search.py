@@ -120,4 +120,4 @@ def _check(config, fields):
 
 
 reward.needs, reward.check = ('answers', 'meta.parallel'), _check
-reward.compares_group = ablations.shuffles
+reward.compares_group, reward.observes = ablations.shuffles, 'source'

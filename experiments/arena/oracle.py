@@ -78,4 +78,5 @@ def found(structure: Structure) -> tuple[np.ndarray, np.ndarray]:
 
 
 credited.needs = ('supporting',)  # type: ignore[attr-defined]
+credited.observes = 'source'  # type: ignore[attr-defined]
 credited.needs_group = credited.divides_by_spread = True  # type: ignore

@@ -53,6 +53,7 @@ async def binary(
 
 
 graded.needs, graded.observes = ('answers',), 'any'
+binary.observes = 'any'
 binary.needs = ('answers',)
 
 

@@ -427,11 +427,12 @@ def on_all(error: E) -> E:
 
 
 def code() -> str:
-  """A digest of the source files of the package, and of what is beside it."""
+  """A digest of the package's source files, and of configs/ and experiments/
+  beside it."""
   package, digest = pathlib.Path(__file__).parents[1], hashlib.sha256()
   root = package.parent
   for folder in (package, root / 'configs', root / 'experiments'):
-    for path in sorted(folder.rglob('*.py')):
+    for path in sorted(p for p in folder.rglob('*.py') if p.is_file()):
       digest.update(str(path.relative_to(root)).encode() + path.read_bytes())
   return digest.hexdigest()[:16]
 

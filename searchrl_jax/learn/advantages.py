@@ -37,7 +37,7 @@ What the config check has to know of a function are attributes of it:
       with rollout.group = 1 it would give 0 for ever.
     divides_by_spread = True: it divides by a deviation within a cell, which
       would blow up the noise of a KL in the reward (`algorithm.kl`).
-    observes: see `rewards.core`.
+    observes: what it reads of what was found; see `rewards.core`.
     needs, check: see `data.checks.require_needs` and `checks`.
     targets(values, valid, [arrays], *, fields) -> B arrays [n]: what its critic
       learns, from some of its own fields; the default is `lambda_returns`.

@@ -44,6 +44,7 @@ def ask(batch: StepBatch, config, env, *, shards: int, seed):
   c, wanted = config.teacher.gold, _Wanted(config, env)
   found = [progress.readings(t) for t in batch.trajectories]
   places = []  # of each trajectory: real levels, and swapped ones
+  alone = 0
   for i, t in enumerate(batch.trajectories):
     real, swapped = [], []
     if batch.kept[i]:
@@ -54,6 +55,7 @@ def ask(batch: StepBatch, config, env, *, shards: int, seed):
           continue
         before = t.before(span.end)[: span.start - span.end]
         others = _others(batch, found, i, k, c.swaps)
+        alone += not others
         rows = [np.concatenate([before, o.segment.ids]) for o in others]
         swapped.append([wanted.add(t, ids) for ids in rows])
     places.append((real, swapped))
@@ -71,7 +73,6 @@ def ask(batch: StepBatch, config, env, *, shards: int, seed):
     del own
     score = wanted.scores(minis, scored)
     levels = [_levels(score, *place) for place in places]
-    alone = sum(int(np.isnan(x.swapped).sum()) for x in levels)
     return levels, {
       'gold_rows': float(len(wanted.rows)),
       'gold_too_long': float(wanted.too_long),
@@ -79,6 +80,9 @@ def ask(batch: StepBatch, config, env, *, shards: int, seed):
     }
 
   return minis, read
+
+
+ask.observes = 'source'  # type: ignore[attr-defined]
 
 
 def steps(levels: Sequence[Levels], structure, change) -> np.ndarray:

@@ -420,6 +420,7 @@ def anchors(group, returns, env, *, right: float, wrong: str, everyone: bool):
 
 
 anchors.needs = ('supporting', 'answers')  # type: ignore[attr-defined]
+anchors.observes = 'searches'  # type: ignore[attr-defined]
 
 
 def queries(group, returns, env, *, right: float, labels: bool, words):

@@ -239,10 +239,6 @@ def _check_evidence(config: ConfigDict, fields: Mapping[str, Any]) -> None:
 def _check_reader(config: ConfigDict, fields: Mapping[str, Any]) -> None:
   check_block(config, fields)
   ablations.choose(fields, reader=(*_READERS, 'judge'))
-  own = config.env.information
-  what = 'only a note after an observation informs'
-  what = f"config.env.information={own!r}: {what}; use 'source'"
-  lookup.require(own == 'source', what)
 
 
 def _check_readings(groups, reward: Rewards, context, fields) -> None:

@@ -21,10 +21,13 @@ groups. It shares the event loop with the rollouts: what blocks for long goes to
                   groups of all processes and what the function gave them, and
                   may raise
   needs_judge     True if it asks the judge, which config.judge.url then names
-  observes        'source' if it reads what a source has answered; 'any' if
-                  also what the policy may write in its place
+  observes        what it reads of what was found: 'source', a source's
+                  observations; 'any', also what the policy writes in their
+                  place; 'searches', `Trajectory.searches` alone. It is refused
+                  where there is none (`unobserved`)
 
-`compares_group`, `needs_step` and `needs_judge` may be functions of the fields.
+`compares_group`, `needs_step`, `needs_judge` and `observes` may be functions of
+the fields.
 
   config.reward.em = dict(fn='answer.em', weight=1.0)
   config.reward.format = dict(fn='answer.format_valid', weight=0.2)
@@ -125,7 +128,7 @@ def check(config: ConfigDict, questions: Iterable[Question] = ()) -> None:
     if hasattr(function, 'check'):
       with lookup.of(f'config.reward.{name}', RewardError):
         function.check(config, fields)
-    blind = unobserved(config, getattr(function, 'observes', ''))
+    blind = unobserved(config, function, fields)
     require(not blind, f'config.reward.{name}: {blind}')
     require(
       not _is('needs_judge', function, fields) or config.judge.url,
@@ -135,22 +138,28 @@ def check(config: ConfigDict, questions: Iterable[Question] = ()) -> None:
   checks.require_needs(_users(terms), questions)
 
 
-def unobserved(config: ConfigDict, observes: str) -> str:
-  """Why a function with this attribute `observes` has nothing to read, or ''.
+def unobserved(config: ConfigDict, function: Callable, fields) -> str:
+  """Why a function has nothing to read by its attribute `observes`, or ''.
 
   Args:
     config: the whole config.
+    function, fields: a reward, an advantage, a loss or a teacher's hint.
   """
-  name, own = config.rollout.sampler, config.env.information
-  if observes and getattr(lookup.sampler(name), 'opaque', False):
+  observes = getattr(function, 'observes', '')
+  observes = observes(fields) if callable(observes) else observes
+  name, env = config.rollout.sampler, config.env
+  opaque = getattr(lookup.sampler(name), 'opaque', False)
+  if observes in ('source', 'any') and opaque and env.max_turns:
     return (
-      f'config.rollout.sampler={name!r} records no observations, of which it '
-      "is: what a program has read has no kind; use 'chains'"
+      f'config.rollout.sampler={name!r} records what a program reads without '
+      "its kind, and so no observation; use 'chains', or env.max_turns=0 for a "
+      'program that reads none'
     )
-  if observes == 'source' and own != 'source':
+  searched = env.information == 'source' and (env.max_turns or opaque)
+  if observes in ('source', 'searches') and not searched:
     return (
-      f"config.env.information={own!r}: it is about a source's observations; "
-      "use 'source'"
+      f'config.env.information={env.information!r}, max_turns={env.max_turns}: '
+      "no source answers; use 'source', and max_turns above 0"
     )
   return ''
 

@@ -187,20 +187,8 @@ async def restrain(
 # What the config check has to know.
 
 
-def _check_found(config, fields) -> None:
-  """Raises RewardError where nothing is found, or by the policy's own words."""
-  vote.check(config, fields)
-  require(
-    config.env.max_turns and config.env.information == 'source',
-    f'config.env.max_turns={config.env.max_turns}, information='
-    f'{config.env.information!r}: only an observation of a source is evidence, '
-    "not what the policy writes itself; use vote.majority, or a source's "
-    "information ('source') and max_turns above 0",
-  )
-
-
 def _check_covered(config, fields) -> None:
-  _check_found(config, fields)
+  vote.check(config, fields)
   lookup.function('searchrl_jax.rewards', fields['cover'])
 
 
@@ -224,7 +212,7 @@ def _check_restrain(config, fields) -> None:
     require(good, f'{name}={fields[name]}: {limits}')
 
 
-found.check, covered.check = _check_found, _check_covered
+found.check, covered.check = vote.check, _check_covered
 restrain.check, restrain.needs = _check_restrain, ('meta.start_votes',)
 found.observes = covered.observes = 'source'
 for _fn in (found, covered, restrain):

@@ -90,6 +90,8 @@ def check(config, fields) -> None:
   """
   n, m, rollout = fields['votes'], fields['train'], config.rollout
   sample = lookup.sampler(rollout.sampler)
+  cells = getattr(sample, 'cells', lambda r: ())
+  others = getattr(sample, 'foreign', False) or 'role' in cells(rollout)
   require(
     n == rollout.group and n >= 2,
     f'votes={n} with config.rollout.group={rollout.group}: all samples of a '
@@ -101,7 +103,7 @@ def check(config, fields) -> None:
     'is meaningless for the few questions of a refill; use refill=0',
   )
   require(
-    not any(hasattr(sample, name) for name in ('foreign', 'cells')),
+    not others,
     f'votes={n} with config.rollout.sampler={rollout.sampler!r}: a group has '
     "verdicts or traces of others, which are no votes; use 'chains'",
   )

@@ -241,7 +241,7 @@ def test_what_they_need_is_found_at_the_start(fn):
 def test_evidence_needs_a_source(fn, fields):
   c = config(fn)
   c.env.update(fields)
-  with pytest.raises(core.RewardError, match='config.env.max_turns'):
+  with pytest.raises(core.RewardError, match='env.information=.*max_turns='):
     core.check(c, [QUESTION])
 
 
