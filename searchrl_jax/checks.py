@@ -102,7 +102,8 @@ def check(config: ConfigDict) -> None:
     a.kl != 'reward' or not getattr(fn, 'divides_by_spread', False),
     f"config.algorithm.kl='reward' with advantage={a.advantage!r}, which "
     'divides by a spread of rewards and so blows up the noise of the KL where '
-    "all earn the same; use kl='loss', or advantage='dr_grpo' or 'rloo'",
+    "all earn the same; use kl='loss' with kl_estimator='k3', or advantage="
+    "'dr_grpo' or 'rloo'",
   )
   lookup.require(
     (a.kl != 'none') == (a.kl_coef > 0),

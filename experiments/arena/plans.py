@@ -146,7 +146,8 @@ def config(
   name, value = row.scale[0] if row.scale else '', setting.get('scale')
   fields = {**row.fields, **fields, 'seed': seed + fields.get('seed', 0)}
   if setting['kl']:
-    fields |= {'algorithm.kl': 'loss', 'algorithm.kl_coef': setting['kl']}
+    how = dict(kl='loss', kl_coef=setting['kl'], kl_estimator='k3')
+    fields |= {f'algorithm.{name}': value for name, value in how.items()}
   parts = [f'seed={seed}', base, row.arg]
   if '.' in name:
     fields[name] = value

@@ -60,6 +60,11 @@ class Learner:
     supervised: tuple[ConfigDict, int] | None = None,
   ):
     self._config, self.cfg, self.mesh = config, cfg, mesh
+    lookup.require(
+      config.model.dtype != 'float16',
+      "config.model.dtype='float16': gradients of tokens are below what it "
+      "holds, and would be 0; use 'bfloat16' or 'float32'",
+    )
     self._roles, self._supervised = dict(roles or {'': config}), supervised
     updates = sum(map(optim.updates, self._roles.values()))
     self._optim, self._updates = supervised or (config.optim, updates)
@@ -179,7 +184,8 @@ class Learner:
   def warmup(self) -> None:
     self.compile()
     if not self._supervised:
-      self._peak = flops.peak_flops() * jax.device_count()
+      devices = self.mesh.size if self.mesh else jax.device_count()
+      self._peak = flops.peak_flops() * devices
 
   # A step.
 

@@ -70,6 +70,16 @@ def policy(config) -> Objective:
     f'config.algorithm.tis_floor={a.tis_floor}: above 0 only with '
     f"tis_mode='mask' (it is {a.tis_mode!r})",
   )
+  lookup.require(
+    a.tis != 'none' or a.tis_mode == 'cap',
+    f"config.algorithm.tis_mode={a.tis_mode!r} has no effect with tis='none'; "
+    "use 'cap', or tis='token'",
+  )
+  lookup.require(
+    a.kl != 'loss' or a.kl_estimator != 'k1',
+    "config.algorithm.kl_estimator='k1' with kl='loss': its gradient is 0 on "
+    "average; use 'k3', or kl='reward'",
+  )
   needs_old = a.minibatches * a.epochs > 1
   fn, kw = policy_loss(a)
   mixes = takes_foreign(a)

@@ -46,6 +46,9 @@ _KNOWN = {
   'rope.scaling.finetuned',
   'vocab_size',
 }
+# Of byte-level tokenizers, those whose texts begin with a token where the file
+# does not say so, as in llama.cpp.
+_WITH_BOS = 'llama3', 'llama-v3', 'llama-bpe', 'falcon3'
 # Our parameters -> tensors of the file.
 _NAMES = {
   'embed': 'token_embd.weight',
@@ -163,6 +166,8 @@ def config_of(fields: dict[str, Any], tensors) -> dict[str, Any]:
       value == size, f'{name}.{field}={value} is not supported; expected {size}'
     )
   scaling = {k: own[v] for k, v in _SCALING.items() if v in own}
+  if 'factor' in scaling:  # a factor alone is linear, as in llama.cpp
+    scaling.setdefault('rope_type', 'linear')
   if scaling.get('rope_type', 'none') != 'none':
     out['rope_scaling'] = scaling
   out['vocab_size'] = len(fields[f'{_TOKENS}tokens'])
@@ -258,7 +263,8 @@ def _write_tokenizer(fields: dict[str, Any], folder: pathlib.Path) -> None:
   )
   tokens = fields[f'{_TOKENS}tokens']
   special = {name: tokens[i] for name, i in _special(fields).items()}
-  if fields.get(f'{_TOKENS}add_bos_token', kind == 'llama'):
+  begins = kind == 'llama' or pre in _WITH_BOS
+  if fields.get(f'{_TOKENS}add_bos_token', begins):
     from tokenizers import processors
 
     bos = special['bos_token']

@@ -54,6 +54,8 @@ def draw(rng: random.Random):
     found['algorithm.ratio'] = 'token'
   if found['algorithm.loss'] != 'clip':
     found['algorithm.clip_dual'] = 0.0
+  if found['algorithm.tis'] == 'none':
+    found['algorithm.tis_mode'] = 'cap'
   if found['algorithm.tis_mode'] != 'mask':
     found['algorithm.tis_floor'] = 0.0
   if found['batch.prefix_tokens']:

@@ -12,6 +12,7 @@ import pytest
 from searchrl_jax import schema
 from searchrl_jax.learn import optim
 from searchrl_jax.learn.learner import Learner, Outputs
+from searchrl_jax.lookup import ConfigError
 from searchrl_jax.models import parameters
 from tests import tiny
 
@@ -141,3 +142,10 @@ def test_no_clipping():
   updates, _ = tx.update(grads, tx.init(PARAMS), PARAMS)
   # Adam with a huge eps: -lr * g / eps, so the scale of g shows.
   np.testing.assert_allclose(updates['embed'], -1e-27, rtol=1e-4)
+
+
+def test_gradients_that_16_bits_of_float_cannot_hold_are_refused():
+  c = tiny.config()
+  c.model.dtype = 'float16'
+  with pytest.raises(ConfigError, match="model.dtype='float16'.*bfloat16"):
+    Learner(c, parameters.model_config(c, 8), None)

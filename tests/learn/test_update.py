@@ -10,7 +10,7 @@ from ml_collections import ConfigDict
 import numpy as np
 import pytest
 
-from searchrl_jax import schema
+from searchrl_jax import lookup, schema
 from searchrl_jax.aot import hlo
 from searchrl_jax.learn import (
   batching,
@@ -548,3 +548,21 @@ def test_remat_and_bfloat16():
     out[dtype], _ = u.grads(u.init(update.copy(params())), batches)
   close(out['bfloat16'], out['float32'], 0.1)
   assert all(g.dtype == jnp.float32 for g in jax.tree.leaves(out['bfloat16']))
+
+
+@pytest.mark.parametrize(
+  'fields, message',
+  [
+    (
+      {'algorithm.tis': 'none', 'algorithm.tis_mode': 'mask'},
+      "tis_mode='mask' has no effect",
+    ),
+    (
+      {'algorithm.kl': 'loss', 'algorithm.kl_estimator': 'k1'},
+      "kl_estimator='k1' with kl='loss'.*'k3'",
+    ),
+  ],
+)
+def test_fields_without_an_effect_are_refused(fields, message):
+  with pytest.raises(lookup.ConfigError, match=message):
+    objectives.policy(config(**fields))

@@ -154,6 +154,23 @@ def test_quantised_tensors_are_the_librarys(tmp_path, kind):
     np.testing.assert_array_equal(x, kept[key])
 
 
+@pytest.mark.parametrize('pre, begins', [('llama-bpe', True), ('qwen2', False)])
+def test_what_a_file_leaves_out_is_what_llama_cpp_takes(tmp_path, pre, begins):
+  """Whether texts have a first token; and that a factor alone is linear."""
+  change = [
+    ('add_tokenizer_pre', pre),
+    ('add_bos_token_id', 3),
+    ('add_rope_scaling_factor', 4.0),
+  ]
+  write(tmp_path / 'm.gguf', 'llama2', change)
+  ours.to_folder(tmp_path / 'm.gguf', tmp_path / 'out')
+  tok = transformers.AutoTokenizer.from_pretrained(tmp_path / 'out')
+  assert (tok('AB')['input_ids'][0] == 3) == begins
+  config = json.loads((tmp_path / 'out' / 'config.json').read_text())
+  scaling = {'rope_type': 'linear', 'factor': 4.0}
+  assert config['rope_scaling'].items() >= scaling.items()
+
+
 def test_what_is_carried_is_what_prune_made(tmp_path, monkeypatch):
   """Bit for bit; one entry of 48 is pruned."""
   monkeypatch.setattr(prune, 'MULTIPLE', 1)
