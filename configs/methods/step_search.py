@@ -90,3 +90,4 @@ def matched(trajectory, match: str) -> float:
 
 
 end.needs = lambda fields: ('meta.queries',) if fields['key'] else ()
+end.observes = lambda fields: 'searches' if fields['key'] else ''

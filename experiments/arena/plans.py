@@ -146,8 +146,9 @@ def config(
   name, value = row.scale[0] if row.scale else '', setting.get('scale')
   fields = {**row.fields, **fields, 'seed': seed + fields.get('seed', 0)}
   if setting['kl']:
-    how = dict(kl='loss', kl_coef=setting['kl'], kl_estimator='k3')
-    fields |= {f'algorithm.{name}': value for name, value in how.items()}
+    fields |= {'algorithm.kl': 'loss', 'algorithm.kl_coef': setting['kl']}
+    if base:  # atlas was tuned with the rows' own (../LOG.md, 2026-12-02)
+      fields['algorithm.kl_estimator'] = 'k3'
   parts = [f'seed={seed}', base, row.arg]
   if '.' in name:
     fields[name] = value

@@ -450,6 +450,9 @@ def queries(group, returns, env, *, right: float, labels: bool, words):
   ]
 
 
+queries.observes = 'searches'  # type: ignore[attr-defined]
+
+
 def sibling(group, returns, env, *, right: float, fewest: bool):
   """What another trajectory of the group wrote and read that was right.
 

@@ -16,7 +16,7 @@ import numpy as np
 from searchrl_jax import lookup
 from searchrl_jax.models import families, hf_config, hf_tensors, pretrained
 
-VERSION = 1  # of what `to_folder` makes of a file
+VERSION = 2  # of what `to_folder` makes of a file
 _FAMILIES = {
   'llama': 'llama',
   'qwen2': 'qwen2',
@@ -48,7 +48,10 @@ _KNOWN = {
 }
 # Of byte-level tokenizers, those whose texts begin with a token where the file
 # does not say so, as in llama.cpp.
-_WITH_BOS = 'llama3', 'llama-v3', 'llama-bpe', 'falcon3'
+_WITH_BOS = (
+  *('llama3', 'llama-v3', 'llama-bpe', 'falcon3', 'falcon-h1', 'pixtral'),
+  *('tekken', 'midm-2.0', 'lfm2', 'jina-v5-nano'),
+)
 # Our parameters -> tensors of the file.
 _NAMES = {
   'embed': 'token_embd.weight',
@@ -263,7 +266,7 @@ def _write_tokenizer(fields: dict[str, Any], folder: pathlib.Path) -> None:
   )
   tokens = fields[f'{_TOKENS}tokens']
   special = {name: tokens[i] for name, i in _special(fields).items()}
-  begins = kind == 'llama' or pre in _WITH_BOS
+  begins = kind == 'llama' or (pre in _WITH_BOS and 'bos_token' in special)
   if fields.get(f'{_TOKENS}add_bos_token', begins):
     from tokenizers import processors
 

@@ -149,12 +149,12 @@ def unobserved(config: ConfigDict, function: Callable, fields) -> str:
   observes = observes(fields) if callable(observes) else observes
   name, env = config.rollout.sampler, config.env
   opaque = getattr(lookup.sampler(name), 'opaque', False)
-  if observes in ('source', 'any') and opaque and env.max_turns:
-    return (
-      f'config.rollout.sampler={name!r} records what a program reads without '
-      "its kind, and so no observation; use 'chains', or env.max_turns=0 for a "
-      'program that reads none'
-    )
+  where = f'config.rollout.sampler={name!r}'
+  none = f"{where} records nothing that is read as an observation; use 'chains'"
+  if observes == 'source' and opaque:
+    return none
+  if observes == 'any' and opaque and env.max_turns:
+    return f'{none}, or env.max_turns=0 for a program that reads nothing'
   searched = env.information == 'source' and (env.max_turns or opaque)
   if observes in ('source', 'searches') and not searched:
     return (

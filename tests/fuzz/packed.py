@@ -34,7 +34,7 @@ FIELDS = {
   'algorithm.tis_cap': (1.1, 2.0),
   'algorithm.tis_floor': (0.0, 0.9),
   'algorithm.kl': ('none', 'loss'),
-  'algorithm.kl_estimator': ('k1', 'k2', 'k3'),
+  'algorithm.kl_estimator': ('k2', 'k3'),  # k1 has no place in a loss
   'algorithm.kl_coef': (0.1,),
   'algorithm.entropy_coef': (0.0, 0.02),
   'algorithm.minibatches': (1, 2),  # 2: old log-probs are given

@@ -337,6 +337,7 @@ def made(name, kl, minibatches, epochs, dropped):
   c, *_ = make(name)
   c.algorithm.update(
     kl=kl,
+    kl_estimator='k3' if kl == 'loss' else c.algorithm.kl_estimator,
     kl_coef=0.1 * (kl != 'none'),
     minibatches=minibatches,
     epochs=epochs,
