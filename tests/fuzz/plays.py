@@ -150,7 +150,9 @@ def check_segments(env, t, plain: str) -> None:
     for s in run:
       quoted = s.kind == 'information' and c.information == 'policy'
       if own:
-        assert s.train == (not quoted or c.train_information)
+        # What ends a turn is learnt, whatever it stands in.
+        ends = s is run[-1] and s.ids.tolist()[-1] in tok.eos_ids
+        assert s.train == (not quoted or c.train_information or ends)
       else:
         assert s.train == (turn >= 0 and c.train_observations)
         check_outside(env, s)
