@@ -322,9 +322,9 @@ class Run:
     """The policy's last answer, as `SearchEnv.answer` finds it."""
     template, mode = self._template, self.config.data.prompt
     begun = untrusted.begun(template, trajectory.question, mode)
-    history = trajectory.before if trajectory.by_program else None
     made_of = trajectory.segments, template, self.tokenizer
-    found = parser.blocks(*made_of, begun=begun, history=history)
+    how = dict(begun=begun, history=trajectory.history)
+    found = parser.blocks(*made_of, **how)
     noted = trajectory.meta.get('noted', ())
     return parser.answer(found, self.config.env.answer, noted)
 

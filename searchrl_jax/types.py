@@ -5,7 +5,7 @@ group, T tokens, P passages, n tokens of a segment. This module does not import
 JAX.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import dataclasses
 from typing import Any, NamedTuple
 
@@ -229,9 +229,10 @@ class Trajectory:
     return any(s.author == 'teacher' for s in self.trained)
 
   @property
-  def by_program(self) -> bool:
-    """Whether a program asked for its replies (`rollout.sessions`)."""
-    return 'edits' in self.meta
+  def history(self) -> Callable[[int], np.ndarray] | None:
+    """`before`, if a program asked for its replies (`rollout.sessions`): the
+    text before any turn may open a block, as a chat template does."""
+    return self.before if 'edits' in self.meta else None
 
   @property
   def trained(self) -> tuple[Segment, ...]:

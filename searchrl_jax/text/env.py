@@ -283,7 +283,7 @@ class SearchEnv:
       asked = trajectory.question, self.prompt_mode
       begun = untrusted.begun(self.template, *asked)
       made_of = trajectory.segments, self.template, self.tokenizer
-      history = trajectory.before if trajectory.by_program else None
+      history = trajectory.history
       parsed[self] = parsing.blocks(*made_of, None, begun, history)
     return parsed[self]
 

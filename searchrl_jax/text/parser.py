@@ -198,8 +198,7 @@ def blocks(
   unless it is white space. Observations of the environment have kind
   'information' (the text between the tags), its feedback has kind 'other'.
   known: the policy's blocks, if the rollout has kept them. begun: see `start`.
-  history: ids that the policy had read when it had n, where a chat template may
-  open a thought in any turn (`Trajectory.before`).
+  history: `Trajectory.history`.
   """
   tags, before = tags_of(template), b''
   out: list[Block] = []
