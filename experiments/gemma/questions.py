@@ -4,10 +4,12 @@ A data module. `load` takes parts of a file that share no question, and, if
 asked, only questions whose shortest answer is short and stands early in the
 passage that supports them, or in the one that is found. `traces` scripts warm
 starts without thoughts, which cost such a model tokens and help it little:
-a search with the question, what was found, the answer in it.
+a search with the question, what was found, the answer in it. A `demonstration`
+tells that passage and the answer, for teachers and for policies to read.
 """
 
 from collections.abc import Iterator, Sequence
+import dataclasses
 import functools
 import pathlib
 import zlib
@@ -17,13 +19,16 @@ import numpy as np
 from experiments.search_r1.wiki_traces import content_words, query_of
 from retrieval import corpus as passages
 from retrieval.index import bm25
+from searchrl_jax import schema
 from searchrl_jax.data import jsonl
 from searchrl_jax.data.checks import DataError
 from searchrl_jax.data.core import Search, Trace
+from searchrl_jax.learn import teacher
 from searchrl_jax.types import Passage, Question
 
 TUNE = 12  # one of so many questions of the training file is for tuning
 WORDS, EARLY = 5, 60  # of an answer; words of a passage that hold it
+FRAME = schema.base().teacher.frame
 
 
 read_corpus = functools.lru_cache(maxsize=2)(passages.read_corpus)
@@ -61,6 +66,7 @@ def load(
   n: int = 0,
   seed: int = 0,
   rest: bool = False,
+  told: str = '',
 ) -> list[Question]:
   """The questions of a file (`jsonl.load`).
 
@@ -76,11 +82,17 @@ def load(
       have some that support the questions.
     n, seed: draws n of them; 0 = all.
     rest: those that the draw leaves, in place of those that it takes.
+    told: with `found`, each has its `demonstration`: 'meta', as a field of
+      Question.meta; 'own', in its text, too; 'others': there that of another.
 
   Raises:
-    DataError: an unknown part, no question is left, or the corpus has none of
-      the supporting passages.
+    DataError: an unknown part or value of told, no question is left, or the
+      corpus has none of the supporting passages.
   """
+  if told not in ('', 'meta', 'own', 'others') or told and not found:
+    raise DataError(
+      f"told={told!r}: 'meta', 'own' or 'others' with found=True, or ''"
+    )
   if part not in ('', 'train', 'tune'):
     raise DataError(f"part={part!r} is none of '', 'train', 'tune'")
   kept = jsonl.load(path, source=source)
@@ -101,14 +113,30 @@ def load(
     given = [[every[p] for p in q.supporting if p in every] for q in kept]
     kept = [q for q, own in zip(kept, given) if shown(q, early(own))]
   if found:
-    kept = [q for q, x in zip(kept, best(kept, place)) if shown(q, early([x]))]
+    firsts = [early([text]) for text in best(kept, place)]
+    pairs = [(q, x) for q, x in zip(kept, firsts) if shown(q, x)]
+    kept = [_demonstrated(q, x) if told else q for q, x in pairs]
   if not kept:
     raise DataError(f'{path}: no question of source={source!r} is left')
   if n:
     order = np.random.default_rng(seed).permutation(len(kept))
     chosen = order[n:] if rest else order[:n]
     kept = [kept[i] for i in sorted(chosen)]
+  if told in ('own', 'others'):
+    hints = [q.meta['demonstration'] for q in kept]
+    hints = hints if told == 'own' else [*hints[1:], *hints[:1]]
+    kept = [teacher.hinted(q, x, FRAME) for q, x in zip(kept, hints)]
   return kept
+
+
+def demonstration(question: Question, text: str) -> str:
+  """What a passage says, and the answer in it."""
+  return f'Hint: {text} The answer is {shown(question, text)}.'
+
+
+def _demonstrated(question: Question, text: str) -> Question:
+  told = {'demonstration': demonstration(question, text)}
+  return dataclasses.replace(question, meta={**question.meta, **told})
 
 
 def early(contents: Sequence[str]) -> str:
@@ -132,6 +160,7 @@ def traces(
   memory: float = 0.0,
   known: Sequence[str] = (),
   poor: float = 0.0,
+  hinted: float = 0.0,
   closed_book: str = '',
   read: int = 75,
   source: str = 'nq*',
@@ -153,6 +182,8 @@ def traces(
     known: only questions with these first words are answered so, such as
       ('who', 'when'); every kind may be searched for. () = all.
     poor: share that first searches with one or two words, and then again.
+    hinted: share of good ones whose question has the `demonstration` in its
+      text; memory and poor are shares of the others.
     closed_book: JSON lines of {id, answer}, the model's own without a search.
     read: words of an observation that answers are taken from, see
       `wiki_traces.traces`.
@@ -163,11 +194,15 @@ def traces(
   """
   if min(memory, poor) < 0 or memory + poor > 1:
     raise DataError(f'memory={memory}, poor={poor}: shares, at most 1 together')
+  if not 0 <= hinted <= 1:
+    raise DataError(f'hinted={hinted}: a share')
   said = answers(closed_book) if memory else {}
   questions = load(path, folder, source, 'train')
   rng = np.random.default_rng(seed)
   out: list[Trace] = []
   shares = {'good': 1 - memory - poor, 'memory': memory, 'poor': poor}
+  shares = {kind: x * (1 - hinted) for kind, x in shares.items()}
+  shares['hinted'] = hinted
   made = dict.fromkeys(shares, 0)
   for i in rng.permutation(len(questions)):
     if len(out) == n:
@@ -184,8 +219,18 @@ def traces(
       words = [poor_query(question, rng)] if kind == 'poor' else []
       queries = [*words, query_of(question, rng)]
       actions = attempt(question, queries, search, k, read)
+    if actions and kind == 'hinted':
+      _, (_, found), _ = actions
+      read_first = early(
+        [passages.join_contents(p.title, p.text) for p in found]
+      )
+      if not shown(question, read_first):
+        continue
+      hint = demonstration(question, read_first)
+      question = teacher.hinted(question, hint, FRAME)
     if actions:
-      out.append(Trace(question, tuple(actions), good=kind == 'good'))
+      good = kind in ('good', 'hinted')
+      out.append(Trace(question, tuple(actions), good=good))
       made[kind] += 1
   if len(out) < n:
     raise DataError(

@@ -36,7 +36,7 @@ import numpy as np
 
 from experiments import common
 from experiments.gemma import questions
-from experiments.gemma.rows import TRAINED
+from experiments.gemma.rows import HINTS, TRAINED
 from searchrl_jax import lookup, schema
 from searchrl_jax.data import core as data
 from searchrl_jax.evaluate import files, grading
@@ -230,7 +230,7 @@ def compare(arms: Sequence[dict], marks: Marks) -> list[dict]:
     pairs += [(arm, start), (more, start)]
     pairs += [(arm, other) for other in (more, 'rag_few_shot', fine_tuned)]
   methods = sorted({arm for arm, _ in marks if arm.startswith('method_')})
-  pairs += [(arm, 'hesitant') for arm in methods]
+  pairs += [(arm, 'hinted') for arm in methods]
   pairs += [(arm, 'method_grpo') for arm in methods if arm != 'method_grpo']
   compared = [(*pair, e, e) for pair in pairs for e in ('after', 'sampled')]
   # Its questions are a part of those that the start was asked.
@@ -318,7 +318,7 @@ def write(
 
 
 def show(record: Mapping[str, Any]) -> str:
-  """The arms on 'dev', the gains, the bars, as tables."""
+  """The arms on 'dev', what hints are worth, the gains, the bars, as tables."""
 
   def line(entry, shown):
     cells = {k: entry[k] for k in shown.split() if entry.get(k) is not None}
@@ -331,6 +331,7 @@ def show(record: Mapping[str, Any]) -> str:
   gained = 'arm start evaluation seeds n before gain interval wins losses'
   tables = (
     [line(a, scored) for a in record['arms'] if a['set'] == 'dev'],
+    [line(a, scored) for a in record['arms'] if a['evaluation'] in HINTS],
     [line(g, gained) for g in record['gains']],
     record['bars'],
   )

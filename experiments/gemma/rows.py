@@ -7,12 +7,12 @@ made=runs/gemma/made --only=grpo_good
 Questions: `tune` chooses settings, selects epochs and draws the curve; `dev`,
 683 questions of Natural Questions, is reported. Training has none of them, but
 for TTRL, which asks 160 without their answers and is reported on the others.
-`method=NAME` adds two arms: a file of configs/methods, and its `grpo`.
+`method=NAME` adds two arms: a row of the arena, with its default setting, and
+`grpo`, both from a warm start of which half has hints (`questions.traces`).
 """
 
 from collections.abc import Callable, Mapping
 import functools
-import importlib
 import pathlib
 from typing import Any
 
@@ -20,8 +20,9 @@ from ml_collections import ConfigDict
 
 from configs import gemma
 from experiments import rows
+from experiments.arena import plans, second
 from experiments.gemma import documents, selfplay
-from searchrl_jax import schema
+from searchrl_jax import lookup, schema
 from searchrl_jax.data import core as data
 from searchrl_jax.evaluate import policy as evaluate
 from searchrl_jax.sweep import core
@@ -107,6 +108,11 @@ PASS = ROLLOUTS | {'eval.n': 8, 'eval.k': (1, 8)}
 POLICY = {'after': on('dev'), 'sampled': on('dev', ROLLOUTS)}
 START = POLICY | {'gold': on('dev', GOLD), 'pass': on('dev', PASS, n=200)}
 START |= {name: on(name) for name in ('hotpotqa', '2wiki', 'musique')}
+# A demonstration in the question's text, that of another question, and none.
+HINTS = {'told': 'own', 'mistold': 'others', 'untold': ''}
+TOLD = POLICY | {
+  name: on('tune', found=True, n=200, told=told) for name, told in HINTS.items()
+}
 # The first is what the table of a sweep shows.
 TTRL = {'after': on('rest'), 'asked': on('asked')}
 # A simulator's prompt has the answers, so evaluations search the index.
@@ -191,15 +197,21 @@ def get_sweep(arg=None):
 
     return of
 
-  def method(name: str, seed: int):
-    """A method of configs/methods; 40 steps of 8 x 8."""
+  def hinted(seed: int):
+    """`hesitant`, and as many good traces of hinted questions."""
+    c = config('hesitant')(seed)
+    c.sft.data.hinted = 0.5
+    c.sft.data.n, c.sft.steps = 2 * c.sft.data.n, 2 * c.sft.steps
+    return c
+
+  def method(row: plans.Method, seed: int):
+    """40 steps of 8 x 8."""
     book = made / 'closed_book.jsonl'
-    c = importlib.import_module(f'configs.methods.{name}').get_config(
-      f'base=gemma,model={a.model},seed={seed},start=hesitant,'
-      f'closed_book={book}'
-    )
+    base = f'base=gemma,model={a.model},start=hesitant,closed_book={book}'
+    c = plans.config(row, row.default, {}, base, seed)
     c.train.steps, c.rollout.questions = 40, 8
     c.eval.every, c.eval.questions = 20, 200
+    c.data.train.nq.told = 'meta'
     return c
 
   def simulator(seed: int):
@@ -226,10 +238,15 @@ def get_sweep(arg=None):
     for start, sizes in MORE.items()
     for n in sizes
   }
-  starts = {'good': good, 'hesitant': hesitant, 'own': own}
+  starts = {'good': good, 'hesitant': hesitant, 'own': own, 'hinted': hinted}
   starts |= {f'reading_{n}': of for n, of in readers.items()} | longer
   starts |= {'simulator': simulator, 'roles': roles}
-  compared = dict.fromkeys(('grpo', a.method)) if a.method else ()
+  known = {x.name: x for b in second.BATCHES.values() for x in b.methods}
+  names = dict.fromkeys(('grpo', a.method)) if a.method else ()
+  unknown = [name for name in names if name not in known]
+  message = f'method={a.method!r} is no row of the arena; '
+  lookup.require(not unknown, message + lookup.near(a.method, known))
+  compared = [known[name] for name in names]
   passage = functools.partial(on, module='baselines')
   read = {'after': passage('dev'), 'gold': passage('dev', gold=True)}
   both = {'after': on('dev'), 'real': on('dev', real)}
@@ -297,14 +314,17 @@ def get_sweep(arg=None):
       for name, of in longer.items()
     ),
     *(
+      (baseline('hinted', hinted, 'hinted', evaluations=TOLD),) if names else ()
+    ),
+    *(
       rows.Arm(
-        f'method_{name}',
-        functools.partial(method, name),
-        'hesitant',
+        f'method_{row.name}',
+        functools.partial(method, row),
+        'hinted',
         evaluations=POLICY,
         seeds=(0,),
       )
-      for name in compared
+      for row in compared
     ),
   )
   return rows.Row(

@@ -5,7 +5,7 @@
   ... --report                 nothing is trained: the table of what is done
   ... --keep                   other runs that --out has stay in its results
   ... --model=FOLDER           another small model, in place of the fetched one
-  ... --method=NAME --only=method_grpo,method_NAME    of configs/methods
+  ... --method=NAME --only=hinted,method_grpo,method_NAME   a row of the arena
 
 It needs corpus.jsonl.gz, qa_train.jsonl.gz and qa_dev.jsonl.gz in --data_dir
 (or SEARCHRL_DATA), or others in these formats (docs/data.md). The same command
@@ -166,7 +166,7 @@ if __name__ == '__main__':
   sweep.define_flags()
   _MODEL = flags.DEFINE_string('model', '', 'A small model that is there.')
   _REPORT = flags.DEFINE_bool('report', False, 'Only write the table.')
-  _METHOD = flags.DEFINE_string('method', '', 'Of configs/methods, as an arm.')
+  _METHOD = flags.DEFINE_string('method', '', 'A row of the arena, as an arm.')
   _OUT = command.define_out('', 'Folder of results.json.')
   _KEEP = flags.DEFINE_bool(
     'keep', False, 'Keep the other runs that --out has.'

@@ -134,6 +134,32 @@ def test_shares_are_those_of_the_traces(folder, memory, poor):
   assert made == traces(folder, **fields)
 
 
+def test_half_of_a_start_reads_what_a_teacher_is_told(folder):
+  """The hints of its traces are the demonstrations of training questions."""
+  asked = dict(part='train', found=True)
+  told, own, others, plain = (
+    {q.id: q for q in load(folder, **asked, told=told)}
+    for told in ('meta', 'own', 'others', '')
+  )
+  for i, q in told.items():
+    n = i[1:]
+    hint = q.meta['demonstration']
+    assert f'Town {n} is a small' in hint and f'is John Gray{n}.' in hint
+    assert q.text == plain[i].text and not plain[i].meta.get('demonstration')
+    assert own[i].text == f'{q.text} {hint}'
+    assert others[i].text.startswith(q.text) and hint not in others[i].text
+  fields = dict(n=40, memory=0.5, poor=0.25, hinted=0.5)
+  made = traces(folder, **fields, closed_book=str(folder / 'book.jsonl'))
+  behind = [t for t in made if 'Hint: ' in t.question.text]
+  assert [t.question.text for t in behind] == [
+    own[t.question.id].text for t in behind
+  ]
+  assert len(behind) == 20 and all(t.good for t in behind)
+  assert sum(t.good for t in made) == 25  # a quarter of the other 20
+  with pytest.raises(DataError, match='told'):
+    load(folder, told='own')
+
+
 def test_memory_answers_some_kinds_of_questions(folder):
   fields = dict(n=20, memory=0.5, closed_book=str(folder / 'book.jsonl'))
   assert traces(folder, known=('who',), **fields) == traces(folder, **fields)
@@ -220,7 +246,7 @@ def test_every_arm_can_run(folder, monkeypatch):
         about = {'id': f'{source}{n}', 'source': f'{source}_dev200'}
         file.write(json.dumps(line | about) + '\n')
   monkeypatch.setenv(data.ENV_DIR, str(folder))
-  sweep = rows.get_sweep(f'model=small,made={folder}')
+  sweep = rows.get_sweep(f'model=small,made={folder},method=opsd-frozen')
   core.check(sweep)
   asked = []
 
@@ -236,6 +262,10 @@ def test_every_arm_can_run(folder, monkeypatch):
     for run in arm.evaluations.values():
       run(arm.config(0), '', '')
   assert {*asked} == {*rows.SETS} - {'train'}
+  config = sweep.arm('method_opsd-frozen').config(0)
+  assert config.algorithm.advantage_kw.outcome == 1.0
+  for question in data.open_stream(config.data, 0).questions:
+    assert question.meta[config.teacher.context_kw.key]
   for warm in sweep.warm.values():
     fields = warm.config(0).sft.data
     fields.n = 10
