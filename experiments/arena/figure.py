@@ -4,12 +4,12 @@
 
 From results.json of both batches; of one that has no report yet, nothing. For
 each, the paired difference of each claim to more exact match (over three and
-four hops, or in training), with its interval, the margin shaded; below them,
+four hops, or in training), with its interval, its margin shaded; below them,
 what completing the corpus gains, and exact credit. Below a method, in grey, its
 credit shuffled, and exact: as far from it as their paired difference is, which
 has fewer seeds. Beside them, the rows that no claim is about, against the
-baseline from the same warm start; empty: at the end, where training does not
-compare.
+baseline from the same warm start, or their own control without the method;
+empty: at the end, where training does not compare.
 """
 
 from collections.abc import Iterable
@@ -70,10 +70,13 @@ def _differences(found: dict, score: str, gains, axis) -> None:
   claims = [c for c in found['claims'] if c['interval']]
   claims = [c for c in claims if c['metric'] in ON and not c['within']]
   claims.sort(key=lambda c: (c['method'] == 'grpo', -c['value']))
-  axis.axvspan(-found['margin'], found['margin'], color='0.93', lw=0)
   axis.axvline(0, color='0.5', lw=0.8)
   labels = []
   for y, claim in enumerate(claims):
+    kw = dict(color='0.93', lw=0, zorder=0)
+    axis.fill_betweenx(
+      (y - 0.5, y + 0.5), -claim['margin'], claim['margin'], **kw
+    )
     color = COLORS.get(claim['verdict'], '0.45')
     full = claim['verdict'] != 'undecided'
     axis.plot(claim['interval'], (y, y), color=color, lw=1.5)
@@ -107,8 +110,10 @@ def _others(batch: plans.Batch, gains) -> list[tuple[str, str, dict]]:
   """(row, metric, its gain) of the rows that no claim is about, best first."""
   found = []
   for row in (x for x in batch.methods if x.aside):
+    plain = f'{row.name}-{results.PLAIN}'
+    base = plain if results.PLAIN in row.controls else batch.baseline(row).name
     for metric in (batch.score, results.HARD):
-      if gain := gains.get((row.name, batch.baseline(row).name, metric)):
+      if gain := gains.get((row.name, base, metric)):
         found.append((row.name, metric, gain))
         break
   return sorted(found, key=lambda x: (x[1] != batch.score, -x[2]['mean']))

@@ -17,6 +17,8 @@ from searchrl_jax.store import records
 from searchrl_jax.sweep import figures
 
 HARD, TRAINED, SAMPLED = 'hard/em', 'run/em', 'run/sampled'
+ONCE = 'once/hard/em'
+SHOWN = 'mean', 'low', 'high'
 COLUMNS = (
   HARD,
   'all/em',
@@ -30,6 +32,7 @@ COLUMNS = (
 ECONOMY = 'all/searches', 'all/em'
 BASES = 'grpo', 'grpo-default', 'grpo4'  # what each row is compared with
 FIGURED = 'shuffled', 'oracle'  # controls
+PLAIN = 'plain'  # the control that a row has in the place of a baseline
 Runs = Mapping[str, Mapping[str, Any]]  # arm -> case -> {'values', ...}
 
 
@@ -285,9 +288,9 @@ def gains(batch: plans.Batch, report) -> Iterator[dict[str, Any]]:
   Of each row to BASES, or to the baseline from its own warm start, on the
   batch's score, HARD, ECONOMY and the metrics of its claims, and on HARD to the
   baseline that samples as many tokens (for other questions), if it has one; and
-  on the score and the metric of the row's first claim: of the row to its
-  controls, and of these to what the claim is against. Intervals are not
-  corrected.
+  on the score, HARD and the metric of the row's first claim: of the row to its
+  controls, and of these to what the claim is against. ONCE: of a single attempt
+  of a row that has several. Intervals are not corrected.
   """
   pairs = []
   for row in batch.methods:
@@ -295,18 +298,22 @@ def gains(batch: plans.Batch, report) -> Iterator[dict[str, Any]]:
     claimed = (claim.metric for claim in row.claims)
     for metric in dict.fromkeys((batch.score, HARD, *ECONOMY, *claimed)):
       pairs += [(row.name, x, metric) for x in bases if x != row.name]
-    pairs.append((row.name, batch.as_many_tokens(row), HARD))
+    tokens = batch.as_many_tokens(row)
+    pairs.append((row.name, tokens, HARD))
+    pairs += [(row.name, x, ONCE) for x in (*bases, tokens)]
     base = batch.goal(row).against if row.scale else row.name
-    for metric in dict.fromkeys((batch.score, batch.goal(row).metric)):
+    for metric in dict.fromkeys((batch.score, HARD, batch.goal(row).metric)):
       for control in row.controls:
         arm = f'{row.name}-{control}'
         pairs.append((arm, base, metric))
         parent = arm.rpartition('-')[0]  # X-oracle of X-oracle-shuffled
-        if parent != base:
+        if parent != base or control == PLAIN:
           pairs.append((parent, arm, metric))
   for arm, against, metric in pairs:
-    found = (verdicts.by_case(report, x, metric) for x in (arm, against))
-    if gain := figures.paired(*found):
+    ours, theirs = (verdicts.by_case(report, x, metric) for x in (arm, against))
+    if metric == ONCE:  # all of the others' attempts are single
+      theirs = theirs or verdicts.by_case(report, against, HARD)
+    if gain := figures.paired(ours, theirs):
       about = dict(arm=arm, against=against, metric=metric)
       yield about | gain._asdict()
 
@@ -413,18 +420,24 @@ def _means(
         yield about | dict(value=value, low=low, high=high, n=n)
 
 
+def columns(batch: plans.Batch) -> list[str]:
+  """The metrics of a batch's tables."""
+  return [*dict.fromkeys((batch.score, *COLUMNS))]
+
+
 def show_claims(content: Mapping[str, Any]) -> str:
   """Markdown: a line per claim that has two runs; '' if none has.
 
-  Differences are in the claimed direction. The last column: of claims against
-  GRPO as tuned, the difference to GRPO with its default setting.
+  Differences are in the claimed direction. The last columns: of claims against
+  GRPO as tuned, the difference to GRPO with its default setting; of those about
+  training, that of the same arms at the end.
 
   Args:
     content: of results.json.
   """
   gain = {(g['arm'], g['against'], g['metric']): g for g in content['gains']}
   head = ['method', 'claim', 'against', 'metric', 'gain', 'verdict']
-  head.append('gain at the default rate')
+  head += ['gain at the default rate', 'at the end']
   lines = [head, ['---'] * len(head)]
   for record in content['claims']:
     if record['interval']:
@@ -437,9 +450,11 @@ def show_claims(content: Mapping[str, Any]) -> str:
       method, _, against, metric = about
       other, rate = gain.get((method, f'{against}-default', metric)), ''
       if other and record['phase'] == 'report':
-        ends = sorted(record['sign'] * other[x] for x in ('low', 'high'))
+        ends = sorted(record['sign'] * other[x] for x in SHOWN[1:])
         rate = _with_interval(record['sign'] * other['mean'], *ends)
-      lines.append([*about, value, said + kind, rate])
+      end = record.get('end')
+      end = _with_interval(*(end[x] for x in SHOWN)) if end else ''
+      lines.append([*about, value, said + kind, rate, end])
   return _markdown(lines) if lines[2:] else ''
 
 

@@ -16,13 +16,14 @@ out (it trains the warm starts of what is left again). An arm whose config has
 changed since runs again, in another --workdir or after its folder is removed,
 and what it was before counts no more; results leave out seeds that no phase
 lists. Runs of a seed that began with other weights of a warm start than most,
-as another machine may train them, are named and do not count. Tuning writes
-tuned.json, and every phase results.json, claims with their verdicts so far, and
-means.csv, the means of all arms with intervals. With another base these files
-lie in --workdir."""
+as another machine may train them, are named, do not count, and run again.
+Tuning writes tuned.json, and every phase results.json, claims with their
+verdicts so far, and means.csv, the means of all arms with intervals. With
+another base these files lie in --workdir.
+"""
 
 import collections
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 import csv
 import functools
 import json
@@ -184,7 +185,7 @@ def main():
   known = load_runs(out).get(phase, {})
   chosen = sweep.chosen(table, values.only, values.seeds)
   every = [stage for stage in chosen if stage.startswith('arms/')]
-  kept = {stage for stage in every if _kept(table, stage, known)}
+  kept = valid(table, every, known)
   wanted = [stage for stage in every if stage not in kept]
   # Warm starts that no arm needs any more are left out with them.
   planned = core.needed(table, chosen, kept)
@@ -204,8 +205,7 @@ def main():
     written = results.write(batch, counted, out, environment, said)
     every = results.averaged(batch, results.planned(batch, counted))
     other = phase == recipes.PHASE
-    columns = dict.fromkeys((batch.score, *results.COLUMNS))
-    columns = recipes.COLUMNS if other else [*columns]
+    columns = recipes.COLUMNS if other else results.columns(batch)
     print(results.show(every.get(phase, {}), columns))
     runs = counted.get(phase, {})
     named = {f'{a}/{c}': x for a, own in runs.items() for c, x in own.items()}
@@ -218,10 +218,19 @@ def main():
     print(results.show_mixtures(batch, written))
 
 
-def _kept(found: core.Sweep, stage: str, known: dict) -> bool:
-  _, name, case = stage.split('/')
-  run = known.get(_row(name), {}).get(case, {})
-  return run.get('config') == digest(found, name, case)
+def valid(
+  found: core.Sweep, wanted: Iterable[str], runs: Mapping[str, Any]
+) -> set[str]:
+  """Those of the stages of arms whose runs count, and need not run again."""
+  apart = {*unlike(found, runs)}
+  out = set()
+  for stage in wanted:
+    _, name, case = stage.split('/')
+    run = runs.get(_row(name), {}).get(case, {})
+    same = run.get('config') == digest(found, name, case)
+    if same and (_row(name), case) not in apart:
+      out.add(stage)
+  return out
 
 
 if __name__ == '__main__':

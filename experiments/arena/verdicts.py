@@ -111,9 +111,10 @@ def judge(
   """A record for each claim, as results.json has them.
 
   value (the mean), interval and interquartile mean are of the differences in
-  the claimed direction, without the margin. complete: whether all runs of a
-  claim are there. If not, it is undecided, p_holm is None, and its p is 1 for
-  the others, for which it becomes no worse when it is complete.
+  the claimed direction, without the margin. end: the differences in ENDS of the
+  metric. complete: whether all runs of a claim are there. If not, it is
+  undecided, p_holm is None, and its p is 1 for the others, for which it becomes
+  no worse when it is complete.
   """
   found = [differences(claim, values) for claim in claims]
   adjusted = holm(
@@ -127,7 +128,10 @@ def judge(
     record = dataclasses.asdict(claim) | {'n_seeds': len(x)}
     record |= {'value': None, 'interval': None, 'interquartile': None}
     record |= {'p_holm': p if whole else None, 'verdict': 'undecided'}
-    record['small'] = None
+    record['small'] = record['end'] = None
+    # A mean over training stays high where both fell in its middle.
+    ends = ENDS.get(claim.metric, claim.metric)
+    last = dataclasses.replace(claim, metric=ends)
     if len(x):
       record['value'] = float(np.mean(x))
     if spreads(x):
@@ -135,10 +139,9 @@ def judge(
       record['interval'] = [low, high]
       record['interquartile'] = figures.interquartile([x])._asdict()
       record['small'] = -claim.margin <= low and high <= claim.margin
+      if ends != claim.metric and spreads(at := differences(last, values)):
+        record['end'] = figures.interval(at)._asdict()
       if whole:
-        # A mean over training stays high where both fell in its middle.
-        ends = ENDS.get(claim.metric, claim.metric)
-        last = dataclasses.replace(claim, metric=ends)
         highest = pairs(last, values).mean(axis=0).max()
         record['verdict'] = verdict(claim, mean, low, high, p, highest)
     out.append(record)

@@ -461,11 +461,10 @@ def test_what_is_kept_is_not_run_again_unless_its_config_changed(tmp_path):
   config = run.digest(found, 'grpo', '100')
   assert config != run.digest(found, 'otc', '100')
   known = {'grpo': {'100': {'config': config}}}
-  assert run._kept(found, 'arms/grpo/100', known)
-  assert not run._kept(found, 'arms/grpo/101', known)
-  assert not run._kept(found, 'arms/otc/100', known)
+  asked = 'arms/grpo/100', 'arms/grpo/101', 'arms/otc/100'
+  assert run.valid(found, asked, known) == {asked[0]}
   known['grpo']['100']['config'] = 'of another recipe'
-  assert not run._kept(found, 'arms/grpo/100', known)
+  assert not run.valid(found, asked, known)
 
 
 def test_a_field_that_the_schema_gains_drops_no_run(monkeypatch):
@@ -599,14 +598,36 @@ def test_claims_are_shown_at_the_default_rate_too(tmp_path):
     if line.startswith('| otc | fewer searches')
   )
   # 4 + i % 2 searches against 3 + i % 2: one more, where fewer is claimed.
-  assert line.endswith('| -1.000 (-1.000 to -1.000) |')
+  assert line.endswith('| -1.000 (-1.000 to -1.000) |  |')
+
+
+def test_claims_about_training_say_what_is_left_of_them_at_the_end():
+  """+.1 in training in all seeds but for .01; -.2, -.3, -.1 at the end."""
+  runs = {
+    'a': {
+      str(i): {'run/em': 0.6 + i / 100, 'hard/em': end}
+      for i, end in enumerate((0.3, 0.2, 0.4))
+    },
+    'b': {str(i): {'run/em': 0.5, 'hard/em': 0.5} for i in range(3)},
+  }
+  claim = verdicts.Claim('a', 'helps', 'run/em', 'b')
+  found = judged(claim, {'report': runs})
+  told = results.show_claims({'claims': [found], 'gains': []}).splitlines()[-1]
+  # 4.303 x .1 / sqrt 3 = .248.
+  assert told.endswith('| shown |  | -0.200 (-0.448 to 0.048) |')
 
 
 def test_the_page_has_the_committed_results():
   page = (ROOT / 'experiments/arena/README.md').read_text().splitlines()
-  found = json.loads((arms.FOLDER / 'results.json').read_text())
-  assert {*results.show_claims(found).splitlines()} <= {*page}
-  mixtures = results.show_mixtures(arms.FIRST, found)
+  first, last = second.BATCHES.values()
+  found, later = (
+    json.loads((batch.folder / 'results.json').read_text())
+    for batch in (first, last)
+  )
+  claims = [results.show_claims(x).splitlines() for x in (found, later)]
+  table = '\n'.join([*claims[0], *claims[1][2:]])
+  assert f'\n\n{table}\n\n' in '\n'.join(page)
+  mixtures = results.show_mixtures(first, found)
   assert mixtures and f'\n\n{mixtures}\n\n' in '\n'.join(page)
   for name in ('oracle - grpo', 'oracle - shuffled', 'shuffled - grpo'):
     gains = [
@@ -616,20 +637,25 @@ def test_the_page_has_the_committed_results():
       f'{g["mean"]:.3f} ({g["low"]:.3f} to {g["high"]:.3f})' for g in gains
     ]
     assert any(line.endswith(f'| {" | ".join(ends)} |') for line in page)
-  every = results.averaged(
-    arms.FIRST, results.planned(arms.FIRST, run.load_runs(arms.FOLDER))
-  )
-  names = [row.name for row in arms.METHODS]
-  others = results.show(every.pop(recipes.PHASE), recipes.COLUMNS).splitlines()
-  assert {*others} <= {*page}
-  known = {
-    line for x in every.values() for line in results.show(x).splitlines()
-  }
+  told: set[str] = set()
+  known: set[str] = set()
+  for batch in (first, last):
+    runs = run.load_runs(batch.folder).items()
+    shown = {phase: x for phase, x in runs if phase not in plans.TRIALS}
+    kept = run.current(batch, shown)
+    every = results.averaged(batch, results.planned(batch, kept))
+    others = every.pop(recipes.PHASE, {})
+    columns = results.columns(batch)
+    names = [row.name for row in first.methods]
+    for phase, of in every.items():
+      known |= {*results.show(of, columns).splitlines()}
+      if phase in ('report', 'stress'):
+        rows = {x: of[x] for x in of if batch is last or x in names}
+        told |= {*results.show(rows, columns).splitlines()}
+    told |= {*results.show(others, recipes.COLUMNS).splitlines()}
+  assert told <= {*page}
   of_arms = [line for line in page if re.match(r'\| [\w-]+ \| \d+ \| ', line)]
-  assert {*of_arms} <= known | {*others}  # no line of an earlier state
-  for phase in ('report', 'stress'):
-    rows = {x: cases for x, cases in every.get(phase, {}).items() if x in names}
-    assert {*results.show(rows).splitlines()} <= {*page}
+  assert {*of_arms} <= known | told  # no line of an earlier state
 
 
 def test_the_figure_has_a_line_for_each_claim_on_exact_match(tmp_path):

@@ -116,6 +116,10 @@ def test_runs_from_other_weights_of_a_warm_start_do_not_count(report):
       one['config'] = run.digest(report, arm, case)
   found = run.current(second.SECOND, {'report': runs})['report']
   assert [*found['grpo']] == ['300'] and [*found['maxrl']] == [*runs['maxrl']]
+  wanted = ['arms/grpo/300', 'arms/grpo/301', 'arms/maxrl/301', 'arms/sapo/300']
+  assert run.valid(report, wanted, runs) == {wanted[0], wanted[2]}
+  runs['maxrl']['301']['config'] = 'of before'
+  assert run.valid(report, wanted, runs) == {wanted[0]}
 
 
 def test_runs_that_fell_in_training_are_not_equivalent():
@@ -129,7 +133,9 @@ def test_runs_that_fell_in_training_are_not_equivalent():
       }
       for arm, sign in ((claim.method, 1), (claim.against, -1))
     }
-    return verdicts.judge([claim], {'stress': stress}, [True])[0]['verdict']
+    found = verdicts.judge([claim], {'stress': stress}, [True])[0]
+    assert found['end'] is None  # no spread
+    return found['verdict']
 
   assert (verdict(0.0), verdict(0.5)) == ('undecided', 'equivalent')
 
@@ -226,8 +232,23 @@ def test_rows_are_compared_with_those_from_the_same_warm_start():
   )
 
 
+def test_single_attempts_are_compared_with_single_attempts():
+  names = 'mr_search', 'grpo-attempts-as-mr_search', 'grpo-attempts'
+  report = {
+    name: {'300': {'hard/em': em}} for name, em in zip(names, (0.7, 0.6, 0.4))
+  }
+  report['mr_search']['300']['once/hard/em'] = 0.5
+  found = {
+    g['against']: g['mean']
+    for g in results.gains(second.SECOND, report)
+    if (g['arm'], g['metric']) == ('mr_search', 'once/hard/em')
+  }
+  assert found == pytest.approx({names[1]: -0.1, names[2]: 0.1})
+
+
 def test_rows_without_a_claim_are_beside_their_baseline(tmp_path):
   ends = {'reseek': 0.7, 'reseek-plain': 0.6, 'guide': 0.8, 'grpo': 0.5}
+  ends |= {'tips': 0.4, 'tips-plain': 0.6}  # PPO, of which there is no row
   report = {
     name: {
       str(i): {'values': {'hard/em': em, 'run/em': em - 0.1 + i % 2 / 10}}
@@ -241,8 +262,10 @@ def test_rows_without_a_claim_are_beside_their_baseline(tmp_path):
   }
   found = results.write(second.SECOND, {'report': report}, tmp_path, {}, '')
   _, right = figure.draw([(second.SECOND, found)]).axes
-  assert [x.get_text() for x in right.get_yticklabels()] == ['reseek', 'guide']
-  one, two = (x for x in right.lines if x.get_marker() == 'o')
+  names = [x.get_text() for x in right.get_yticklabels()]
+  assert names == ['reseek', 'tips', 'guide']
+  one, worse, two = (x for x in right.lines if x.get_marker() == 'o')
+  assert worse.get_xdata() == pytest.approx([-0.2])
   assert one.get_xdata() == pytest.approx([0.1])
   # guide's training samples have hints: the end is compared.
   assert two.get_xdata() == pytest.approx([0.3])
