@@ -305,7 +305,8 @@ def gains(batch: plans.Batch, report) -> Iterator[dict[str, Any]]:
     for metric in dict.fromkeys((batch.score, HARD, batch.goal(row).metric)):
       for control in row.controls:
         arm = f'{row.name}-{control}'
-        pairs.append((arm, base, metric))
+        if control != PLAIN:
+          pairs.append((arm, base, metric))
         parent = arm.rpartition('-')[0]  # X-oracle of X-oracle-shuffled
         if parent != base or control == PLAIN:
           pairs.append((parent, arm, metric))

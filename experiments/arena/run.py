@@ -16,14 +16,15 @@ out (it trains the warm starts of what is left again). An arm whose config has
 changed since runs again, in another --workdir or after its folder is removed,
 and what it was before counts no more; results leave out seeds that no phase
 lists. Runs of a seed that began with other weights of a warm start than most,
-as another machine may train them, are named, do not count, and run again.
-Tuning writes tuned.json, and every phase results.json, claims with their
-verdicts so far, and means.csv, the means of all arms with intervals. With
-another base these files lie in --workdir.
+as another machine may train them, are named, do not count, and run again in
+the same way, where the warm start has the weights of most. Tuning writes
+tuned.json, and every phase results.json, claims with their verdicts so far, and
+means.csv, the means of all arms with intervals. With another base these files
+lie in --workdir.
 """
 
 import collections
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 import csv
 import functools
 import json
@@ -124,17 +125,32 @@ def current(batch: plans.Batch, runs, base: str = '') -> dict:
     except lookup.ConfigError as e:  # the tuning has not chosen its settings
       print(f'Of phase {phase} nothing is counted: {e}')
       continue
-    for arm in found.arms:
-      cases = {
-        case: run
-        for case, run in kept.get(_row(arm.name), {}).items()
-        if run['config'] == digest(found, arm.name, case)
-      }
-      if cases:
-        out.setdefault(phase, {})[_row(arm.name)] = cases
-    for arm, case in unlike(found, out.get(phase, {})):
-      del out[phase][arm][case]
+    if known := alike(found, same(found, kept)):
+      out[phase] = known
   return out
+
+
+def same(found: core.Sweep, runs: Mapping[str, Any]) -> dict[str, dict]:
+  """Those of a phase's runs with the configs that the arms have now."""
+  out = {}
+  for arm in found.arms:
+    cases = {
+      case: run
+      for case, run in runs.get(_row(arm.name), {}).items()
+      if run['config'] == digest(found, arm.name, case)
+    }
+    if cases:
+      out[_row(arm.name)] = cases
+  return out
+
+
+def alike(found: core.Sweep, runs: Mapping[str, Any]) -> dict[str, dict]:
+  """Those of a phase's runs that are not `unlike` the others."""
+  apart = unlike(found, runs)
+  return {
+    arm: {case: run for case, run in cases.items() if (arm, case) not in apart}
+    for arm, cases in runs.items()
+  }
 
 
 def unlike(found: core.Sweep, runs: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -183,9 +199,10 @@ def main():
   environment = common.environment()
   out.mkdir(parents=True, exist_ok=True)
   known = load_runs(out).get(phase, {})
+  known = alike(table, same(table, known))
   chosen = sweep.chosen(table, values.only, values.seeds)
   every = [stage for stage in chosen if stage.startswith('arms/')]
-  kept = valid(table, every, known)
+  kept = {stage for stage in every if _kept(stage, known)}
   wanted = [stage for stage in every if stage not in kept]
   # Warm starts that no arm needs any more are left out with them.
   planned = core.needed(table, chosen, kept)
@@ -211,26 +228,16 @@ def main():
     named = {f'{a}/{c}': x for a, own in runs.items() for c, x in own.items()}
     if made := figures.versions(named):
       print(made)
-    if apart := unlike(table, load_runs(out).get(phase, {})):
+    if apart := unlike(table, same(table, load_runs(out).get(phase, {}))):
       said = ', '.join(map('/'.join, apart))
       print(f'Of another warm start than most, and not counted: {said}')
     print(results.show_claims(written))
     print(results.show_mixtures(batch, written))
 
 
-def valid(
-  found: core.Sweep, wanted: Iterable[str], runs: Mapping[str, Any]
-) -> set[str]:
-  """Those of the stages of arms whose runs count, and need not run again."""
-  apart = {*unlike(found, runs)}
-  out = set()
-  for stage in wanted:
-    _, name, case = stage.split('/')
-    run = runs.get(_row(name), {}).get(case, {})
-    same = run.get('config') == digest(found, name, case)
-    if same and (_row(name), case) not in apart:
-      out.add(stage)
-  return out
+def _kept(stage: str, known: Mapping[str, Any]) -> bool:
+  _, name, case = stage.split('/')
+  return case in known.get(_row(name), {})
 
 
 if __name__ == '__main__':

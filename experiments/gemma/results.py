@@ -236,6 +236,8 @@ def compare(arms: Sequence[dict], marks: Marks) -> list[dict]:
   # Its questions are a part of those that the start was asked.
   compared.append(('ttrl', 'good', 'asked', 'after'))
   compared.append(('ssrl', 'own', 'real', 'real'))
+  told, *others = HINTS
+  compared += [('hinted', 'hinted', told, other) for other in others]
   gains = []
   for arm, start, evaluation, before in compared:
     two = marks.get((arm, evaluation)), marks.get((start, before))
@@ -244,7 +246,8 @@ def compare(arms: Sequence[dict], marks: Marks) -> list[dict]:
       # A run is compared with its own start, where that has a seed too.
       own = [theirs[case] for case in ours if case in theirs]
       own = own if len(own) == len(ours) else [*theirs.values()]
-      named = {'arm': arm, 'start': start, 'evaluation': evaluation}
+      of = f'{start} {before}' if arm == start else start
+      named = {'arm': arm, 'start': of, 'evaluation': evaluation}
       gains.append(named | gain([*ours.values()], own))
   return gains
 
@@ -287,7 +290,7 @@ def write(
       of = curves.setdefault(arm.name, {})
       of[case] = figures.curve(folder.parent / 'run', sweep.curves)
     arms += [entry | {'vocabulary': about['vocabulary']} for entry in found]
-    told = name in ('after', 'sampled', 'gold', 'asked', 'real')
+    told = name in ('after', 'sampled', 'gold', 'asked', 'real', *HINTS)
     if told and found:
       marks.setdefault((arm.name, name), {})[case] = hits(folder)
   here = {(a['arm'], a['seed']) for a in arms}

@@ -7,8 +7,9 @@ made=runs/gemma/made --only=grpo_good
 Questions: `tune` chooses settings, selects epochs and draws the curve; `dev`,
 683 questions of Natural Questions, is reported. Training has none of them, but
 for TTRL, which asks 160 without their answers and is reported on the others.
-`method=NAME` adds two arms: a row of the arena, with its default setting, and
-`grpo`, both from a warm start of which half has hints (`questions.traces`).
+`method=NAME` adds arms: a row of the arena, with its default setting, `grpo`,
+and the row with the hints of other questions, if it has hints, all from a warm
+start of which half has some (`questions.traces`).
 """
 
 from collections.abc import Callable, Mapping
@@ -204,14 +205,17 @@ def get_sweep(arg=None):
     c.sft.data.n, c.sft.steps = 2 * c.sft.data.n, 2 * c.sft.steps
     return c
 
-  def method(row: plans.Method, seed: int):
-    """40 steps of 8 x 8."""
+  def method(row: plans.Method, others: bool, seed: int):
+    """40 steps of 8 x 8. others: hints are those of other questions."""
     book = made / 'closed_book.jsonl'
     base = f'base=gemma,model={a.model},start=hesitant,closed_book={book}'
     c = plans.config(row, row.default, {}, base, seed)
     c.train.steps, c.rollout.questions = 40, 8
     c.eval.every, c.eval.questions = 20, 200
     c.data.train.nq.told = 'meta'
+    # As often in a run as in the arena, whose runs have ten steps.
+    c.teacher.every, c.teacher.rate = c.train.steps // 4, 4 / c.train.steps
+    c.teacher.others = others
     return c
 
   def simulator(seed: int):
@@ -241,10 +245,12 @@ def get_sweep(arg=None):
   starts = {'good': good, 'hesitant': hesitant, 'own': own, 'hinted': hinted}
   starts |= {f'reading_{n}': of for n, of in readers.items()} | longer
   starts |= {'simulator': simulator, 'roles': roles}
-  known = {x.name: x for b in second.BATCHES.values() for x in b.methods}
+  batches = second.BATCHES.values()
+  # Those that need no warm start or evaluation of their own.
+  known = {x.name: x for b in batches for x in b.methods if not x.start}
   names = dict.fromkeys(('grpo', a.method)) if a.method else ()
   unknown = [name for name in names if name not in known]
-  message = f'method={a.method!r} is no row of the arena; '
+  message = f'method={a.method!r}: a row of the arena from its warm start; '
   lookup.require(not unknown, message + lookup.near(a.method, known))
   compared = [known[name] for name in names]
   passage = functools.partial(on, module='baselines')
@@ -318,13 +324,16 @@ def get_sweep(arg=None):
     ),
     *(
       rows.Arm(
-        f'method_{row.name}',
-        functools.partial(method, row),
+        f'method_{row.name}{"-others" if others else ""}',
+        functools.partial(method, row, others),
         'hinted',
         evaluations=POLICY,
         seeds=(0,),
       )
       for row in compared
+      for others in (False, True)[
+        : 1 + bool(method(row, True, 0).teacher.context)
+      ]
     ),
   )
   return rows.Row(
