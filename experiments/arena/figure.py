@@ -123,12 +123,13 @@ def _rows(others, score: str, axis) -> None:
   """others: of `_others`."""
   axis.axvline(0, color='0.5', lw=0.8)
   for y, (_, metric, gain) in enumerate(others):
-    face = '0.3' if metric == score else 'white'
+    marker = 'o' if metric == score else 's'
     if gain['n'] > 1:
       axis.plot((gain['low'], gain['high']), (y, y), color='0.6', lw=1)
-    axis.plot(gain['mean'], y, 'o', color='0.3', mfc=face, ms=3.5)
+    axis.plot(gain['mean'], y, marker, color='0.3', ms=3.5)
   axis.set_yticks(range(len(others)), [name for name, *_ in others])
-  axis.set_xlabel('difference to the baseline, no claim')
+  squares = f'{ON[results.HARD]} (squares)'
+  axis.set_xlabel(f'no claim: {ON[score]},\n{squares}')
 
 
 def main():
