@@ -9,7 +9,7 @@ what completing the corpus gains, and exact credit. Below a method, in grey, its
 credit shuffled, and exact: as far from it as their paired difference is, which
 has fewer seeds. Beside them, the rows that no claim is about, against the
 baseline from the same warm start, or their own control without the method;
-empty: at the end, where training does not compare.
+squares: at the end, where training does not compare.
 """
 
 from collections.abc import Iterable
