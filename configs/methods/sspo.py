@@ -8,7 +8,8 @@ in trajectories that are not right; the others are GRPO's. Arguments:
 
   arm      sspo; rlsd: by token, in every trajectory, w within 1 -+ 0.2, and
            half of the credit stays uniform
-  pool     of Delta over a turn: sum; mean, which long turns do not saturate
+  pool     of Delta over a turn: sum; mean, which long turns do not saturate;
+           shuffled: the sum over another wrong turn, a control
   others   True: the evidence of another question, a control
   every    steps between two copies of the policy, which the teacher is; up to
            the first it is the policy that the run began with
@@ -44,7 +45,7 @@ def get_config(arg=None):
 def change(c, a):
   c.name = a.arm
   kw = core.chosen('arm', a.arm, ARMS) | dict(right=RIGHT, eps=1e-6, ddof=1)
-  ablations.choose(a, pool=('sum', 'mean'))
+  ablations.choose(a, pool=('sum', 'mean', 'shuffled'))
   if a.arm == 'sspo':
     kw['pool'] = a.pool
   fields = dict(advantage='configs.methods.sspo.weighed', advantage_kw=kw)
@@ -77,7 +78,8 @@ def weighed(
 
   Args:
     values, valid, group_ids, structure, delta: see `advantages`.
-    pool: what w is of: token, or sum or mean over the turn.
+    pool: what w is of: token, or sum or mean over the turn, or the sum over
+      another turn that is weighed: half of all in the step further on.
     wrong: only trajectories that earned less than `right` are weighed.
     least, most: bounds of w.
   """
@@ -88,6 +90,9 @@ def weighed(
     if pool == 'mean':
       turns = np.concatenate(structure.turns)
       total = total / np.bincount(turns[turns >= 0], minlength=len(total))
+    if pool == 'shuffled':
+      at = np.flatnonzero(((a != 0) & (score < right))[structure.owner])
+      total[at] = np.roll(total[at], len(at) // 2)
     delta = structure.over_tokens(total)
   out = []
   for x, earned, d, turn in zip(a, score, delta, structure.turns, strict=True):

@@ -81,9 +81,10 @@ class Method:
   claims are against. arg: further arguments of the file. start: the row whose
   config has the traces of its warm start; '' = the batch's. evaluation: in the
   place of `measure.measured`. aside: no claim is about it; it is not tuned, and
-  has FEW seeds. rate: the row whose learning rate it has, as tuned; '': it is
-  tuned for one of its own. guided: what it samples in training is not the
-  policy's own single attempts, so that 'run/em' is not compared.
+  has FEW seeds; later: those beside FEW, for a row that was picked by its FEW
+  results. rate: the row whose learning rate it has, as tuned; '': it is tuned
+  for one of its own. guided: what it samples in training is not the policy's
+  own single attempts, so that 'run/em' is not compared.
   """
 
   name: str
@@ -94,6 +95,7 @@ class Method:
   start: str = ''
   evaluation: core.Evaluation | None = None
   aside: bool = False
+  later: bool = False
   rate: str = ''
   guided: bool = False
   fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -243,6 +245,11 @@ class Batch:
     """Of what no claim is about."""
     return self.reporting[: len(FEW)]
 
+  def seeds(self, row: Method) -> tuple[int, ...]:
+    """Of a row that is aside; () of others, which have all of a phase."""
+    late = self.reporting[len(FEW) :]
+    return (late if row.later else self.few) if row.aside else ()
+
   @property
   def claims(self) -> tuple[Claim, ...]:
     return tuple(claim for row in self.methods for claim in row.claims)
@@ -336,8 +343,7 @@ class Batch:
 
   def pilot(self) -> Iterator[Plan]:
     for row in self.methods:
-      seeds = self.few if row.aside else ()
-      yield Plan(row.name, row, self.tuned(row), seeds=seeds)
+      yield Plan(row.name, row, self.tuned(row), seeds=self.seeds(row))
 
   def report(self) -> Iterator[Plan]:
     yield from self.pilot()
@@ -352,8 +358,7 @@ class Batch:
     for row in self.methods:
       for name, fields in row.controls.items():
         arm, seeds = f'{row.name}-{name}', some if row.scale else ()
-        seeds = self.few if row.aside else seeds
-        seeds = () if arm in named else seeds
+        seeds = () if arm in named else self.seeds(row) or seeds
         yield Plan(arm, row, self.tuned(row), fields, seeds=seeds)
     for row in self.rows if self.by_tokens else ():
       base = self.baseline(row)

@@ -36,6 +36,7 @@ SCORE, MARGIN = 'run/em', 0.02
 _OTHERS = {'others': {'teacher.others': True}}
 # 50 steps, as in SSPO, would be a frozen teacher, and .05, as in SDPO, nearly.
 _COPIES, _AVERAGE = f'every={STEPS // 4}', f'rate={4 / STEPS}'
+_FROZEN = 'weights=frozen,outcome=1.0'
 _NOTHING = {'plain': {'algorithm.advantage_kw.scale': 0.0}}
 
 
@@ -82,7 +83,8 @@ METHODS = (
       _ahead('sspo', 'what it reads matters', 'sspo-others'),
     ),
     arg=_COPIES,
-    controls=_OTHERS,
+    controls=_OTHERS
+    | {'shuffled': {'algorithm.advantage_kw.pool': 'shuffled'}},
   ),
   _row(
     'sd_search',
@@ -134,7 +136,19 @@ METHODS = (
   _row('grpo-attempts', file='grpo', start='mr_search'),
   _aside('rlsd', 'sspo', f'arm=rlsd,{_COPIES}', controls=_OTHERS),
   _aside('opsd', controls=_OTHERS),
-  _aside('opsd-frozen', 'opsd', 'weights=frozen,outcome=1.0'),
+  _aside('opsd-frozen', 'opsd', _FROZEN),
+  # The best row of the first three seeds, on the others.
+  _aside(
+    'opsd-repeated',
+    'opsd',
+    _FROZEN,
+    later=True,
+    controls=_OTHERS
+    | {
+      'alone': {'algorithm.advantage_kw.outcome': 0.0},
+      'live': {'teacher.weights': 'live'},
+    },
+  ),
   _aside('sdpo', arg=_AVERAGE, controls=_OTHERS),
   _aside('sdpo-released', 'sdpo', f'version=as_released,{_AVERAGE}'),
   # Its second phase alone: no GRPO comes before it.

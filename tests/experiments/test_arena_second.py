@@ -51,6 +51,7 @@ def test_every_claim_has_its_arms_and_seeds(report):
   assert seeds['sspo-others'] == REPORTING
   assert seeds['sd_search-labels'] == REPORTING[:6]
   assert seeds['opsd'] == seeds['opsd-others'] == REPORTING[:3]
+  assert seeds['opsd-repeated'] == seeds['opsd-repeated-live'] == REPORTING[3:]
   other = {*plans.REPORTING, *plans.ASSAY, *plans.PILOT}
   assert len(REPORTING) == len(plans.REPORTING) and not {*REPORTING} & other
 
@@ -276,8 +277,9 @@ def test_rows_without_a_claim_are_beside_their_baseline(tmp_path):
 
 
 def test_configs_have_digests_of_their_own(report):
-  made = {
-    a.name: (a.warm, run.digest(report, a.name, '0')) for a in report.arms
+  made = {  # opsd-repeated is opsd-frozen with other seeds
+    a.name: (a.warm, run.digest(report, a.name, '0'), a.seeds)
+    for a in report.arms
   }
   assert len({*made.values()}) == len(made)
 

@@ -58,6 +58,14 @@ def test_golden_weights_of_one_that_is_good_but_not_right():
   np.testing.assert_allclose(got[0], wanted, rtol=1e-4)
 
 
+def test_golden_shuffled_turns():
+  # Four wrong turns of .1 -.5 2 -.1 have the delta of the turn two before.
+  got = hand.by_turn(S, weighed(DELTA, 'pool=shuffled'))
+  x = B * np.exp([-2, 0.1, -0.1, 0.5])
+  for own, want in zip(got, ([A] * 3, [*x[:3]], [B * 1.2]), strict=True):
+    np.testing.assert_allclose(own, want, rtol=1e-4)
+
+
 def test_golden_mean_over_a_turn():
   # The wrong trajectory's second turn: -.5 over its n tokens.
   n = int((S.turns[1] == 4).sum())
