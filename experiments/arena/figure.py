@@ -82,14 +82,15 @@ def _differences(found: dict, score: str, gains, axis) -> None:
     axis.plot(claim['interval'], (y, y), color=color, lw=1.5)
     face = color if full else 'white'
     axis.plot(claim['value'], y, 'o', color=color, mfc=face, ms=5)
+    corpus = claim['method'] == 'grpo'
+    itself = claim['against'].startswith(f'{claim["method"]}-')  # a control
     for control, marker in zip(results.FIGURED, 'x^', strict=True):
       arm = f'{claim["method"]}-{control}'
       gain = gains.get((claim['method'], arm, claim['metric']))
-      if gain and claim['phase'] == 'report' and claim['method'] != 'grpo':
+      if gain and claim['phase'] == 'report' and not itself:
         at = claim['value'] - gain['mean']
         axis.plot(at, y + 0.3, marker, color='0.6', ms=3.5)
     stress = f' (lr x {plans.STRESS})' if claim['phase'] == 'stress' else ''
-    corpus = claim['method'] == 'grpo'
     other = '' if claim['metric'] == score else f', {ON[claim["metric"]]}'
     name = f'{claim["method"]}{stress} - {claim["against"]}{other}'
     name = 'complete - incomplete corpus' if corpus else name

@@ -289,8 +289,8 @@ def gains(batch: plans.Batch, report) -> Iterator[dict[str, Any]]:
   batch's score, HARD, ECONOMY and the metrics of its claims, and on HARD to the
   baseline that samples as many tokens (for other questions), if it has one; and
   on the score, HARD and the metric of the row's first claim: of the row to its
-  controls, and of these to what the claim is against. ONCE: of a single attempt
-  of a row that has several. Intervals are not corrected.
+  controls, and of these to what the claim is against, or to the baseline. ONCE:
+  of a single attempt of a row that has several. Intervals are not corrected.
   """
   pairs = []
   for row in batch.methods:
@@ -302,6 +302,8 @@ def gains(batch: plans.Batch, report) -> Iterator[dict[str, Any]]:
     pairs.append((row.name, tokens, HARD))
     pairs += [(row.name, x, ONCE) for x in (*bases, tokens)]
     base = batch.goal(row).against if row.scale else row.name
+    if row.aside:
+      base = batch.baseline(row).name
     for metric in dict.fromkeys((batch.score, HARD, batch.goal(row).metric)):
       for control in row.controls:
         arm = f'{row.name}-{control}'

@@ -276,6 +276,23 @@ def test_rows_without_a_claim_are_beside_their_baseline(tmp_path):
   assert [x.get_marker() for x in (one, worse, two)] == ['o', 'o', 's']
 
 
+def test_controls_of_rows_without_a_claim_are_beside_the_baseline():
+  ends = {'grpo': 0.5, 'opsd': 0.8, 'opsd-others': 0.6}
+  report = {
+    arm: {str(i): {'run/em': em} for i in range(2)} for arm, em in ends.items()
+  }
+  found = {
+    (g['arm'], g['against']): g['mean']
+    for g in results.gains(second.SECOND, report)
+  }
+  wanted = {
+    ('opsd', 'grpo'): 0.3,
+    ('opsd', 'opsd-others'): 0.2,
+    ('opsd-others', 'grpo'): 0.1,
+  }
+  assert found == pytest.approx(wanted)
+
+
 def test_configs_have_digests_of_their_own(report):
   made = {  # opsd-repeated is opsd-frozen with other seeds
     a.name: (a.warm, run.digest(report, a.name, '0'), a.seeds)
